@@ -1,0 +1,41 @@
+"""AFMoE (Arcee Foundational Mixture of Experts) models and their training recipe.
+
+Tensor names end in their shape, one letter an axis, everywhere in this package:
+
+    B batch      S sequence     T tokens (B*S)      D hidden size
+    H query heads     G key/value heads     C channels of a head
+    E experts    L experts held locally    K experts per token (top-k)
+    N routed copies (T*K)    R rows that the local experts receive    F hidden size of an expert    V vocabulary
+
+Names below are imported when first used, so that `import afmoe` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from afmoe.config import AfmoeConfig
+    from afmoe.model import AfmoeForCausalLM, AfmoeModel, iter_moe_blocks
+    from afmoe.registry import register
+
+__all__ = ["CONF_DIRECTORY", "AfmoeConfig", "AfmoeForCausalLM", "AfmoeModel", "iter_moe_blocks", "register"]
+
+_MODULES = {
+    "AfmoeConfig": "afmoe.config",
+    "AfmoeForCausalLM": "afmoe.model",
+    "AfmoeModel": "afmoe.model",
+    "iter_moe_blocks": "afmoe.model",
+    "register": "afmoe.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CONF_DIRECTORY":
+        # the folder that holds the config groups: `conf/` of a checkout, or the installed package of that name
+        return Path(importlib.import_module("conf").__file__ or "").parent
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'afmoe' has no attribute {name!r}")
