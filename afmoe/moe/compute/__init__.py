@@ -1,0 +1,99 @@
+"""Expert compute: the gated MLP of all local experts in one call, on rows that are sorted by expert.
+
+    hidden = activation(x @ gate[e].T) * (x @ up[e].T)        y = hidden @ down[e].T
+
+The contract that every plugin keeps, and that tests/compute checks against `reference`:
+
+- `offsets_L` (int32, on the rows' device) holds the row at which each expert ends; expert e owns the rows from
+  `offsets_L[e - 1]` (0 for the first) up to `offsets_L[e]`.
+- Rows past `offsets_L[-1]` are padding: they come back exactly zero and get exactly zero gradient.
+- An expert without rows gets exactly zero weight gradients. No rows at all (R = 0) works.
+- The gradient of y may arrive expanded or non-contiguous.
+- y has the dtype of x, under autocast the autocast dtype; gradients have the dtype of what they belong to.
+- Router weights are applied outside, by the dispatcher's `combine`.
+- On a CUDA device nothing waits for the GPU (`reference` excepted).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from afmoe.errors import MachineError
+from afmoe.hardware import Hardware
+
+
+class ExpertCompute(Protocol):
+    """What a plugin of the group `moe/compute` offers. Made by `registry.build(config, num_experts=..., ...)`."""
+
+    Config: ClassVar[type]
+    name: ClassVar[str]
+
+    @property
+    def description(self) -> str:
+        """One line for people: what runs, in which precision, emulated or not."""
+        ...
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        hardware: Hardware | None = None,
+    ) -> None:
+        """`num_experts` counts the local experts (L), `intermediate_size` is the width of one (F).
+
+        `hardware` None: the machine that this runs on.
+        """
+        ...
+
+    @classmethod
+    def why_not(
+        cls,
+        config: Any,
+        *,
+        hardware: Hardware,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+    ) -> str | None:
+        """Why this cannot run there and what would, as one sentence; None where it can. Pure: asks the record only."""
+        ...
+
+    def __call__(
+        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+    ) -> Tensor:
+        """y_RD of the module docstring, differentiable in x and the three weights."""
+        ...
+
+    def on_weights_updated(self) -> None:
+        """Drop what was derived from the weights. Called after each optimizer step and after weights are loaded."""
+        ...
+
+
+def check_compute(
+    plugin: type[ExpertCompute],
+    config: Any,
+    *,
+    hardware: Hardware,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: str,
+) -> None:
+    """Raise `MachineError` with the plugin's reason when it cannot run there."""
+    reason = plugin.why_not(
+        config,
+        hardware=hardware,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation=activation,
+    )
+    if reason is not None:
+        raise MachineError(reason)

@@ -1,0 +1,90 @@
+"""What this machine has, as one record.
+
+Plugins decide from the record, never from the machine, whether they can run: so the decision is made before a model
+is built, and a test can ask it for hardware that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from afmoe.errors import ConfigError, MachineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device and what plugins ask about it."""
+
+    device_type: str
+    """`cpu` or `cuda`."""
+    name: str = ""
+    """Product name, for people."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, (9, 0) for sm_90; None on a CPU."""
+    num_devices: int = 1
+    """Devices of this type in this machine; a CPU counts as one."""
+    has_cxx_compiler: bool = False
+    """Whether `torch.compile` can build CPU code: a C++ compiler and Python's headers."""
+    memory_gib: float = 0.0
+    """Memory of one device."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    def architecture(self) -> str:
+        """`sm_90` for capability (9, 0), the device type on anything but a CUDA GPU."""
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else self.device_type
+
+
+def detect_hardware(accelerator: str = "auto") -> Hardware:
+    """Describe the device that Lightning's `accelerator` stands for: `auto`, `cpu`, `gpu` or `cuda`.
+
+    `auto` is CUDA where a GPU is seen, else the CPU. Raises `MachineError` when a GPU is asked for and none is seen.
+    """
+    import torch
+
+    if accelerator not in ("auto", "cpu", "gpu", "cuda"):
+        raise ConfigError(f"trainer.accelerator must be one of auto, cpu, gpu, cuda, got {accelerator}")
+    has_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    if accelerator in ("gpu", "cuda") and not has_gpu:
+        raise MachineError(
+            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no CUDA GPU; use trainer.accelerator=cpu"
+        )
+    if not has_gpu:
+        return Hardware(
+            device_type="cpu",
+            name=platform.processor() or platform.machine(),
+            has_cxx_compiler=has_cxx_compiler(),
+            memory_gib=_host_memory_gib(),
+        )
+    # the weakest device decides: what it cannot run, not every rank can
+    index = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
+    properties = torch.cuda.get_device_properties(index)
+    return Hardware(
+        device_type="cuda",
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        num_devices=torch.cuda.device_count(),
+        has_cxx_compiler=has_cxx_compiler(),
+        memory_gib=properties.total_memory / 2**30,
+    )
+
+
+def has_cxx_compiler() -> bool:
+    """Whether the compiler that `torch.compile` calls on a CPU (`CXX`, else g++ or clang++) and Python.h exist."""
+    default = "clang++" if platform.system() == "Darwin" else "g++"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()
+
+
+def _host_memory_gib() -> float:
+    if {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return 0.0

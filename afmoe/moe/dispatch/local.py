@@ -1,0 +1,127 @@
+"""`moe/dispatch=local`: every expert lives in this process, so dispatch is a sort and combine its inverse.
+
+Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went, which
+replaces the scatter-add that autograd would use for a gather's gradient, and fixes the order of every sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from afmoe.errors import ConfigError
+from afmoe.moe.dispatch import Dispatched
+from afmoe.registry import register
+
+
+@register("moe/dispatch", "local")
+class LocalDispatcher:
+    """Sort by expert, without communication."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        pass
+
+    def __init__(self, config: Config, *, num_experts: int, process_group: Any = None) -> None:
+        if process_group is not None and process_group.size() > 1:
+            raise ConfigError(
+                f"moe/dispatch=local keeps every expert in one process, but {process_group.size()} ranks share them; "
+                "use moe/dispatch=all_to_all"
+            )
+        self.num_experts = num_experts
+
+    def dispatch(self, tokens_TD: Tensor, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Dispatched:
+        num_copies = expert_ids_TK.shape[1]
+        if token_mask_T is not None:
+            # behind every expert: the copies of masked tokens become the padding rows
+            expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], self.num_experts)
+        order_N, ends_E = sort_by_expert(expert_ids_TK, self.num_experts)
+        copy_to_row_TK = invert_permutation(order_N).view(-1, num_copies)
+        token_of_row_N = order_N // num_copies
+        rows_RD = _GatherRows.apply(tokens_TD, token_of_row_N, copy_to_row_TK)
+        return Dispatched(
+            rows_RD=rows_RD,
+            offsets_L=ends_E.to(torch.int32),
+            counts_E=ends_E.diff(prepend=ends_E.new_zeros(1)),
+            state=_State(order_N, token_of_row_N, copy_to_row_TK, token_mask_T),
+        )
+
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
+        if state.token_mask_T is not None:
+            weights_TK = weights_TK.masked_fill(~state.token_mask_T[:, None], 0.0)
+        return _WeightedSum.apply(rows_RD, weights_TK, state)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where each copy went."""
+
+    order_N: Tensor
+    """Copy (token * K + k) that lies in each row."""
+    token_of_row_N: Tensor
+    copy_to_row_TK: Tensor
+    """Inverse of `order_N`."""
+    token_mask_T: Tensor | None
+
+
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Order the routed copies so that each expert's rows are contiguous, in the order of the tokens.
+
+    Returns `order_N` (copy that goes to each row) and `ends_E` (row at which each expert ends, int64). Ids of
+    `num_experts` and above sort last and belong to no expert.
+    """
+    sorted_ids_N, order_N = expert_ids_TK.flatten().sort(stable=True)
+    experts_E = torch.arange(num_experts, device=expert_ids_TK.device)
+    return order_N, torch.searchsorted(sorted_ids_N, experts_E, right=True)
+
+
+def invert_permutation(order_N: Tensor) -> Tensor:
+    """`inverse` with `inverse[order[i]] = i`."""
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
+    return inverse_N
+
+
+class _GatherRows(torch.autograd.Function):
+    """rows = tokens[token_of_row]; a token's gradient is the sum over its copies' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_TD: Tensor, token_of_row_N: Tensor, copy_to_row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(copy_to_row_TK)
+        return tokens_TD.index_select(0, token_of_row_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (copy_to_row_TK,) = ctx.saved_tensors
+        return grad_ND[copy_to_row_TK].sum(1), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """tokens = sum over k of weights[t, k] * rows[copy_to_row[t, k]], in fp32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
+        ctx.state = state
+        ctx.save_for_backward(rows_ND, weights_TK)
+        weighted_TKD = rows_ND[state.copy_to_row_TK] * weights_TK[:, :, None]
+        return weighted_TKD.sum(1).to(rows_ND.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_ND, weights_TK = ctx.saved_tensors
+        state: _State = ctx.state
+        grad_rows_ND = grad_weights_TK = None
+        grad_ND = grad_TD.index_select(0, state.token_of_row_N)
+        if ctx.needs_input_grad[1]:
+            dots_N = (grad_ND.to(weights_TK.dtype) * rows_ND).sum(1)
+            grad_weights_TK = dots_N[state.copy_to_row_TK].to(weights_TK.dtype)
+        if ctx.needs_input_grad[0]:
+            weight_of_row_N1 = weights_TK.flatten()[state.order_N][:, None]
+            grad_rows_ND = (grad_ND * weight_of_row_N1).to(rows_ND.dtype)
+        return grad_rows_ND, grad_weights_TK, None
