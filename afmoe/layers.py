@@ -1,0 +1,174 @@
+"""The parts every block is made of: RMSNorm, rotary embedding, dense feed-forward, activations by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from afmoe.config import AfmoeConfig
+from afmoe.errors import ConfigError, closest
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last axis, statistics in fp32 (fp64 for fp64 input).
+
+    `order` says where the cast back to the input's dtype stands: `scale_then_cast` multiplies by the weight before it
+    (transformers), `cast_then_scale` after it (the remote code published with the Trinity checkpoints). In fp32 both
+    are the same.
+    """
+
+    def __init__(self, size: int, eps: float, order: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.order == "cast_then_scale":
+            return self.weight * normed.to(x.dtype)
+        return (self.weight * normed).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, order={self.order}"
+
+
+class RotaryEmbedding:
+    """Cosines and sines of the positions, by transformers' rope functions.
+
+    Not a module and without buffers: the frequencies stay fp32 whatever the model is cast to, and a model built on
+    the meta device has them as well. The types `dynamic` and `longrope` choose the frequencies by the longest position
+    of the batch, which has to be read from the device; the others depend on the configuration only.
+    """
+
+    def __init__(self, config: AfmoeConfig) -> None:
+        parameters = dict(config.rope_parameters or {})
+        self.rope_type = parameters["rope_type"]
+        self.depends_on_length = self.rope_type in ("dynamic", "longrope")
+        self.original_length = int(
+            parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+            if self.rope_type == "longrope"
+            else config.max_position_embeddings
+        )
+        self._frequencies = self._frequency_function(config, parameters)
+        frequencies, self.attention_scaling = self._frequencies(None)
+        if frequencies.numel() != config.head_dim // 2:
+            raise ConfigError(
+                f"rope_parameters gives {frequencies.numel()} frequencies for head_dim={config.head_dim}, "
+                f"AFMoE needs head_dim / 2 (a partial_rotary_factor other than 1 is not supported): {parameters}"
+            )
+        self._by_device = {frequencies.device: frequencies}
+
+    def __call__(self, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`cos`, `sin` [B, S, 1, C/2], computed in fp32, returned in `dtype`."""
+        device = position_ids_BS.device
+        if self.depends_on_length:
+            frequencies, scaling = self._frequencies((position_ids_BS.max() + 1).cpu())
+            frequencies = frequencies.to(device)
+        else:
+            frequencies, scaling = self._on(device), self.attention_scaling
+        angles = position_ids_BS[:, :, None, None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if scaling != 1.0:
+            cos, sin = cos * scaling, sin * scaling
+        return cos.to(dtype), sin.to(dtype)
+
+    def _on(self, device: torch.device) -> Tensor:
+        if device not in self._by_device:
+            self._by_device[device] = next(iter(self._by_device.values())).to(device)
+        return self._by_device[device]
+
+    def _frequency_function(
+        self, config: AfmoeConfig, parameters: dict[str, Any]
+    ) -> Callable[[Tensor | None], tuple[Tensor, float]]:
+        """The function from a batch's length (None: the configured one) to fp32 frequencies [C/2] and a scale."""
+        if self.rope_type == "default":
+            steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+            return lambda length: (1.0 / (parameters["rope_theta"] ** (steps / config.head_dim)), 1.0)
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        from transformers.models.afmoe.configuration_afmoe import AfmoeConfig as TransformersConfig
+
+        if self.rope_type not in ROPE_INIT_FUNCTIONS:
+            names = {"default", *ROPE_INIT_FUNCTIONS}
+            raise ConfigError(f"unknown rope_type={self.rope_type}; choose one of: {closest(self.rope_type, names)}")
+        # transformers' functions read its own config class, which fills in what a rope type leaves out
+        theirs = TransformersConfig(
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=parameters,
+        )
+        function = ROPE_INIT_FUNCTIONS[self.rope_type]
+
+        def compute(length: Tensor | None) -> tuple[Tensor, float]:
+            # the functions make tensors on the default device, which is meta while a preset is being sized up
+            with torch.device("cpu"):
+                try:
+                    return function(theirs, torch.device("cpu"), seq_len=length)  # pyright: ignore[reportCallIssue]
+                except KeyError as error:
+                    raise ConfigError(
+                        f"rope_type={self.rope_type} needs rope_parameters.{error.args[0]}; got {parameters}"
+                    ) from error
+
+        return compute
+
+
+def rotate(x_BSHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (channel c, channel c + C/2) by the angles of `RotaryEmbedding`."""
+    first, second = x_BSHC.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward, `down(activation(gate(x)) * up(x))`: the dense layers and the shared expert."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation = activation_function(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+# transformers' names; `hidden_act` and the compute plugins' `activation` are keys of this table
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mish": F.mish,
+}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation called `name` in transformers. Raises `ConfigError` with the known names."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"unknown hidden_act={name}; choose one of: {closest(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
