@@ -1,7 +1,7 @@
 """What this machine has, as one record.
 
-Plugins decide from the record, never from the machine, whether they can run: so the decision is made before a model
-is built, and a test can ask it for hardware that is not there.
+Plugins decide from the record, never from the machine, whether they can run: so the decision is made before a
+model is built, and a test can ask it for hardware that is not there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Hardware:
 def detect_hardware(accelerator: str = "auto") -> Hardware:
     """Describe the device that Lightning's `accelerator` stands for: `auto`, `cpu`, `gpu` or `cuda`.
 
-    `auto` is CUDA where a GPU is seen, else the CPU. Raises `MachineError` when a GPU is asked for and none is seen.
+    `auto` is CUDA where a GPU is seen, else the CPU. Raises `MachineError` where a GPU is asked for and none
+    is seen.
     """
     import torch
 
@@ -55,7 +56,8 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
     has_gpu = accelerator != "cpu" and torch.cuda.is_available()
     if accelerator in ("gpu", "cuda") and not has_gpu:
         raise MachineError(
-            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no CUDA GPU; use trainer.accelerator=cpu"
+            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no CUDA GPU; "
+            "use trainer.accelerator=cpu"
         )
     if not has_gpu:
         return Hardware(
@@ -78,7 +80,7 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
 
 
 def has_cxx_compiler() -> bool:
-    """Whether the compiler that `torch.compile` calls on a CPU (`CXX`, else g++ or clang++) and Python.h exist."""
+    """Whether `torch.compile` finds what it calls on a CPU: Python.h, and `CXX` or g++ (clang++ on macOS)."""
     default = "clang++" if platform.system() == "Darwin" else "g++"
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()

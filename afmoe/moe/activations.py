@@ -1,7 +1,8 @@
 """Activations by the name that a config's `hidden_act` holds, with derivatives that need no autograd graph.
 
 The experts recompute their activation in backward, inside one autograd node, so they need the derivative as a
-function. The common ones are written here; any other name is looked up in transformers and differentiated by autograd.
+function. The common ones are written here; any other name is looked up in transformers and differentiated by
+autograd.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The contract that every plugin keeps, and that tests/compute checks against `reference`:
 
-- `offsets_L` (int32, on the rows' device) holds the row at which each expert ends; expert e owns the rows from
-  `offsets_L[e - 1]` (0 for the first) up to `offsets_L[e]`.
+- `offsets_L` (int32, on the rows' device) holds the row at which each expert ends; expert e owns the rows
+  from `offsets_L[e - 1]` (0 for the first) up to `offsets_L[e]`.
 - Rows past `offsets_L[-1]` are padding: they come back exactly zero and get exactly zero gradient.
 - An expert without rows gets exactly zero weight gradients. No rows at all (R = 0) works.
 - The gradient of y may arrive expanded or non-contiguous.
@@ -25,7 +25,7 @@ from afmoe.hardware import Hardware
 
 
 class ExpertCompute(Protocol):
-    """What a plugin of the group `moe/compute` offers. Made by `registry.build(config, num_experts=..., ...)`."""
+    """What a plugin of the group `moe/compute` offers, made by `registry.build(config, num_experts=...)`."""
 
     Config: ClassVar[type]
     name: ClassVar[str]
@@ -62,7 +62,7 @@ class ExpertCompute(Protocol):
         intermediate_size: int,
         activation: str,
     ) -> str | None:
-        """Why this cannot run there and what would, as one sentence; None where it can. Pure: asks the record only."""
+        """Why this cannot run there and what would, in one sentence; None: it can. Asks the record only."""
         ...
 
     def __call__(
@@ -72,7 +72,7 @@ class ExpertCompute(Protocol):
         ...
 
     def on_weights_updated(self) -> None:
-        """Drop what was derived from the weights. Called after each optimizer step and after weights are loaded."""
+        """Drop what was derived from the weights. Called after each optimizer step and after loading."""
         ...
 
 

@@ -1,7 +1,8 @@
-"""`moe/compute=reference`: the experts as a plain loop, in any dtype. What every other plugin is judged against."""
+"""`moe/compute=reference`: the experts as a plain loop, in any dtype; what other plugins are judged against."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +52,8 @@ class ReferenceCompute:
     def __call__(
         self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
     ) -> Tensor:
-        starts_and_ends = [0, *offsets_L.tolist(), x_RD.shape[0]]
-        *rows, padding_PD = x_RD.split(
-            [end - start for start, end in zip(starts_and_ends, starts_and_ends[1:], strict=False)]
-        )
+        borders = [0, *offsets_L.tolist(), x_RD.shape[0]]
+        *rows, padding_PD = x_RD.split([end - start for start, end in itertools.pairwise(borders)])
         # unbind: indexing `weight[e]` would make backward add one whole [L, out, in] tensor per expert
         weights = zip(gate_LFD.unbind(0), up_LFD.unbind(0), down_LDF.unbind(0), strict=True)
         outputs = []

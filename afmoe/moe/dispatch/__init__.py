@@ -2,12 +2,12 @@
 
 The contract that every plugin keeps, and that tests/compute checks:
 
-- `dispatch` returns the rows of the local experts, sorted by expert, and `offsets_L`, the row at which each ends
-  (int32). Rows past `offsets_L[-1]` are padding that belongs to nobody; their content is of no meaning.
-- A token whose mask is False is sent to no expert, counted nowhere, and comes back from `combine` as exactly zero.
+- `dispatch` returns the rows of the local experts, sorted by expert, and `offsets_L`, the row at which each
+  ends (int32). Rows past `offsets_L[-1]` are padding that belongs to nobody; their content has no meaning.
+- A token whose mask is False goes to no expert, is counted nowhere, and comes out of `combine` exactly zero.
 - `counts_E` (int64) is exact: routed copies of this rank's real tokens, for every expert of the model.
-- `combine` multiplies each row by its fp32 weight, sums the K rows of a token in fp32 and casts the sum to the rows'
-  dtype (as transformers does). The order of a token's experts changes no more than the rounding of that sum.
+- `combine` multiplies each row by its fp32 weight, sums a token's K rows in fp32 and casts the sum to the
+  rows' dtype (as transformers does). The order of a token's experts changes only the rounding of that sum.
 - No shape depends on the routing, so nothing waits for the GPU.
 """
 
@@ -34,17 +34,17 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
-    """What a plugin of the group `moe/dispatch` offers. Made by `registry.build(config, num_experts=...)`."""
+    """What a plugin of the group `moe/dispatch` offers, made by `registry.build(config, num_experts=...)`."""
 
     Config: ClassVar[type]
     name: ClassVar[str]
 
     def __init__(self, config: Any, *, num_experts: int, process_group: Any = None) -> None:
-        """`num_experts` counts the experts of the whole model (E); `process_group`: the ranks that share them."""
+        """`num_experts` counts the whole model's experts (E); `process_group`: the ranks that share them."""
         ...
 
     def dispatch(self, tokens_TD: Tensor, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Dispatched:
-        """Sort the copies by expert. `expert_ids_TK` int64; `token_mask_T` bool, None: all tokens are real."""
+        """Sort the copies by expert. `expert_ids_TK` int64; `token_mask_T` bool, None: all are real."""
         ...
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """`moe/dispatch=local`: every expert lives in this process, so dispatch is a sort and combine its inverse.
 
-Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went, which
+Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went. That
 replaces the scatter-add that autograd would use for a gather's gradient, and fixes the order of every sum.
 """
 
@@ -29,8 +29,8 @@ class LocalDispatcher:
     def __init__(self, config: Config, *, num_experts: int, process_group: Any = None) -> None:
         if process_group is not None and process_group.size() > 1:
             raise ConfigError(
-                f"moe/dispatch=local keeps every expert in one process, but {process_group.size()} ranks share them; "
-                "use moe/dispatch=all_to_all"
+                "moe/dispatch=local keeps every expert in one process, but here "
+                f"{process_group.size()} ranks share them; use moe/dispatch=all_to_all"
             )
         self.num_experts = num_experts
 
@@ -96,7 +96,9 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_ND: Tensor
+    ) -> tuple[Tensor, None, None]:
         (copy_to_row_TK,) = ctx.saved_tensors
         return grad_ND[copy_to_row_TK].sum(1), None, None
 
@@ -113,7 +115,9 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_TD: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         rows_ND, weights_TK = ctx.saved_tensors
         state: _State = ctx.state
         grad_rows_ND = grad_weights_TK = None
