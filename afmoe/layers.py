@@ -1,4 +1,4 @@
-"""The parts every block is made of: RMSNorm, rotary embedding, dense feed-forward, activations by name."""
+"""The parts every block is made of: RMSNorm, rotary embedding, dense feed-forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from afmoe.config import AfmoeConfig
 from afmoe.errors import ConfigError, closest
+from afmoe.moe.activations import activation_named
 
 
 class RMSNorm(nn.Module):
@@ -95,7 +95,9 @@ class RotaryEmbedding:
 
         if self.rope_type not in ROPE_INIT_FUNCTIONS:
             names = {"default", *ROPE_INIT_FUNCTIONS}
-            raise ConfigError(f"unknown rope_type={self.rope_type}; choose one of: {closest(self.rope_type, names)}")
+            raise ConfigError(
+                f"unknown rope_type={self.rope_type}; choose one of: {closest(self.rope_type, names)}"
+            )
         # transformers' functions read its own config class, which fills in what a rope type leaves out
         theirs = TransformersConfig(
             head_dim=config.head_dim,
@@ -133,42 +135,7 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.activation = activation_function(activation)
+        self.activation = activation_named(activation).forward
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-# transformers' names; `hidden_act` and the compute plugins' `activation` are keys of this table
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "relu2": _relu_squared,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "mish": F.mish,
-}
-
-
-def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation called `name` in transformers. Raises `ConfigError` with the known names."""
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"unknown hidden_act={name}; choose one of: {closest(name, ACTIVATIONS)}")
-    return ACTIVATIONS[name]

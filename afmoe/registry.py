@@ -31,7 +31,10 @@ def register(group: str, name: str) -> Callable[[PluginType], PluginType]:
         if config is None or not dataclasses.is_dataclass(config):
             raise ConfigError(f"{plugin.__qualname__} needs a nested dataclass `Config` to be {group}={name}")
         taken = _plugins.setdefault(group, {}).get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (plugin.__module__, plugin.__qualname__):
+        if taken is not None and (taken.__module__, taken.__qualname__) != (
+            plugin.__module__,
+            plugin.__qualname__,
+        ):
             raise ConfigError(f"{group}={name} is already {taken.__module__}.{taken.__qualname__}")
         plugin.group, plugin.name = group, name
         _plugins[group][name] = plugin
@@ -73,7 +76,9 @@ def configure(group: str, choice: Any) -> Any:
         config_type: Any = find(group, name).Config  # pyright: ignore[reportAttributeAccessIssue]
         fields = {field.name for field in dataclasses.fields(config_type)}
         for key in options.keys() - fields:
-            raise ConfigError(f"{group}={name} has no option `{key}`; it has: {closest(key, fields) or 'none'}")
+            raise ConfigError(
+                f"{group}={name} has no option `{key}`; it has: {closest(key, fields) or 'none'}"
+            )
         try:
             return config_type(**options)
         except (TypeError, ValueError) as error:
@@ -89,4 +94,9 @@ def build(config: Any, **runtime: Any) -> Any:
 
     `runtime` is what only the running program knows: sizes, process groups, the tokenizer.
     """
-    return _owners[type(config)](config, **runtime)
+    return plugin_of(config)(config, **runtime)
+
+
+def plugin_of(config: Any) -> Any:
+    """The plugin class that `config`, a plugin's `Config`, belongs to."""
+    return _owners[type(config)]

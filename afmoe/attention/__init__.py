@@ -1,0 +1,47 @@
+"""Attention: the layer, and how its softmax is computed (a plugin of the group `attention`).
+
+The contract that every plugin keeps, and that tests/model checks against `reference`:
+
+- `prepare` is called once per forward; what it returns is handed to every layer of that forward.
+- A query sees what `SequenceLayout` says and nothing else: never another document, never padding, in a sliding layer
+  never more than `window` tokens, itself included. Outputs of padding tokens are finite and of no meaning.
+- Scores are divided by sqrt(C); the softmax is taken in fp32 at least.
+- With cached tokens the keys of a sliding layer may be the last ones only: they end at the newest token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from afmoe.attention.layout import SequenceLayout
+from afmoe.hardware import Hardware
+
+
+class AttentionPlugin(Protocol):
+    """What a plugin of the group `attention` offers. Made by `registry.build(config, window=..., ...)`."""
+
+    Config: ClassVar[type]
+    name: ClassVar[str]
+
+    def __init__(self, config: Any, *, window: int, hardware: Hardware | None = None) -> None:
+        """`window`: tokens that a query of a sliding layer sees, itself included."""
+        ...
+
+    def prepare(self, layout: SequenceLayout) -> Any:
+        """Masks, or whatever the kernel wants in their place, for both kinds of layer."""
+        ...
+
+    def __call__(
+        self,
+        query_BSHC: Tensor,
+        key_BSGC: Tensor,
+        value_BSGC: Tensor,
+        prepared: Any,
+        *,
+        is_sliding: bool,
+        dropout: float,
+    ) -> Tensor:
+        """The mixed values [B, S, H, C]. `dropout`: probability with which an attention weight is dropped."""
+        ...

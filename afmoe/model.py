@@ -1,0 +1,381 @@
+"""The AFMoE decoder: `AfmoeModel` (embeddings to last hidden states) and `AfmoeForCausalLM` (with head and loss).
+
+Equal to transformers' `AfmoeForCausalLM` in fp32 on unpadded single documents, and stricter elsewhere: padding and
+other documents of a row are seen by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afmoe import registry
+from afmoe.attention.cache import KeyValueCache, LayerCache
+from afmoe.attention.layer import Attention
+from afmoe.attention.layout import SequenceLayout, sequence_layout
+from afmoe.config import SLIDING_ATTENTION, AfmoeConfig
+from afmoe.errors import ConfigError
+from afmoe.generation import Sampling, generate
+from afmoe.hardware import Hardware, detect_hardware
+from afmoe.layers import FeedForward, RMSNorm, RotaryEmbedding
+from afmoe.losses import next_token_targets, token_cross_entropy
+from afmoe.moe.block import MoeBlock, moe_blocks
+from afmoe.moe.compute import check_compute
+from afmoe.moe.experts import Experts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelOutput:
+    """What `AfmoeModel` returns."""
+
+    last_hidden_state: Tensor
+    """[B, S, D], after the last norm."""
+    router_logits: tuple[Tensor, ...]
+    layout: SequenceLayout
+
+
+@dataclass
+class CausalLMOutput:
+    """What `AfmoeForCausalLM` returns."""
+
+    loss: Tensor | None = None
+    """Mean over the labels that count; 0 where none does."""
+    logits: Tensor | None = None
+    """[B, S, V]; None when labels were given and the logits not asked for."""
+    router_logits: tuple[Tensor, ...] | None = None
+    """One [B*S, E] a block, fp32, in the order of `iter_moe_blocks`."""
+    aux_loss: Tensor | None = None
+    """None unless a balance loss is on."""
+    loss_sum: Tensor | None = None
+    num_labels: Tensor | None = None
+    """int64: labels that count."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each between two norms (before, and after, inside the residual branch)."""
+
+    def __init__(self, config: AfmoeConfig, layer_index: int, plugins: Plugins) -> None:
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_order)
+
+        self.self_attn = Attention(config, layer_index, plugins.attention)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.pre_mlp_layernorm = norm()
+        self.post_mlp_layernorm = norm()
+        if layer_index < config.num_dense_layers:
+            self.mlp = FeedForward(config.hidden_size, config.intermediate_size, config.hidden_act)
+        else:
+            self.mlp = MoeBlock(
+                config,
+                layer_index,
+                compute=plugins.make_compute(),
+                dispatcher=plugins.dispatcher,
+                shared_expert=_shared_expert(config),
+            )
+
+    def forward(
+        self,
+        hidden_BSD: Tensor,
+        prepared: Any,
+        rotary: tuple[Tensor, Tensor],
+        token_mask_T: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output and, from a layer with experts, the router's logits [B*S, E]."""
+        attended_BSD = self.self_attn(self.input_layernorm(hidden_BSD), prepared, rotary, cache)
+        hidden_BSD = hidden_BSD + self.post_attention_layernorm(attended_BSD)
+        normed_BSD = self.pre_mlp_layernorm(hidden_BSD)
+        router_logits_TE = None
+        if isinstance(self.mlp, MoeBlock):
+            mixed_BSD, router_logits_TE = self.mlp(normed_BSD, token_mask_T)
+        else:
+            mixed_BSD = self.mlp(normed_BSD)
+        return hidden_BSD + self.post_mlp_layernorm(mixed_BSD), router_logits_TE
+
+
+def _shared_expert(config: AfmoeConfig) -> FeedForward | None:
+    """The expert that every token goes through, as wide as `num_shared_experts` routed ones."""
+    if config.num_shared_experts == 0:
+        return None
+    width = config.moe_intermediate_size * config.num_shared_experts
+    return FeedForward(config.hidden_size, width, config.hidden_act)
+
+
+class AfmoeModel(nn.Module):
+    """Embeddings, decoder layers, last norm. Each plugin is chosen by its name or its `Config`."""
+
+    def __init__(
+        self,
+        config: AfmoeConfig,
+        attention: Any = "sdpa",
+        compute: Any = "native",
+        dispatch: Any = "local",
+        hardware: Hardware | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        plugins = Plugins(config, attention, compute, dispatch, hardware or detect_hardware())
+        self.attention = plugins.attention
+        self.rotary = RotaryEmbedding(config)
+        # as in transformers, the row of `pad_token_id` is not trained through the embedding
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, plugins) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_order)
+        self._has_warned_of_length = False
+        self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> ModelOutput:
+        """As `AfmoeForCausalLM.forward`. With `cache` the tokens continue those that it holds."""
+        hidden_BSD = self._embed(input_ids, inputs_embeds)
+        layout = sequence_layout(
+            (hidden_BSD.shape[0], hidden_BSD.shape[1]), hidden_BSD.device, position_ids, attention_mask
+        )
+        if cache is not None:
+            layout = cache.extend(layout)
+        self._check_length(layout, has_positions=position_ids is not None)
+        if self.config.mup_enabled:
+            hidden_BSD = hidden_BSD * self.config.hidden_size**0.5
+        prepared = self.attention.prepare(layout)
+        rotary = self.rotary(layout.position_ids_BS, hidden_BSD.dtype)
+        token_mask_T = None if layout.token_mask_BS is None else layout.token_mask_BS.flatten()
+        router_logits = []
+        for index, layer in enumerate(self.layers):
+            hidden_BSD, logits_TE = layer(
+                hidden_BSD, prepared, rotary, token_mask_T, None if cache is None else cache.layers[index]
+            )
+            if logits_TE is not None:
+                router_logits.append(logits_TE)
+        return ModelOutput(self.norm(hidden_BSD), tuple(router_logits), layout)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ConfigError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        if input_ids.dim() != 2:
+            raise ConfigError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
+        return self.embed_tokens(input_ids)
+
+    def _check_length(self, layout: SequenceLayout, has_positions: bool) -> None:
+        """Say once that positions lie beyond those the model was made for, and refuse what cannot be right."""
+        # with explicit positions a long row may be a pack of short documents: to know would be to wait for the device
+        if not has_positions and layout.num_keys > self.config.max_position_embeddings:
+            if not self._has_warned_of_length:
+                log.warning(
+                    "a sequence of %d tokens goes beyond max_position_embeddings=%d",
+                    layout.num_keys,
+                    self.config.max_position_embeddings,
+                )
+            self._has_warned_of_length = True
+
+    def new_cache(self) -> KeyValueCache:
+        """An empty cache for `forward`."""
+        return KeyValueCache(
+            [
+                self.config.sliding_window if kind == SLIDING_ATTENTION else None
+                for kind in self.config.layer_types or []
+            ]
+        )
+
+    def init_weights(self) -> None:
+        """Draw every weight anew: matrices from N(0, initializer_range), norms 1, biases 0.
+
+        Callable after `to_empty`, when the model was built on the meta device. The router's gate follows
+        `router_init`.
+        """
+        _init_weights(self, self.config)
+
+
+class Plugins:
+    """The plugins of one model, checked against the hardware before any weight exists."""
+
+    def __init__(
+        self, config: AfmoeConfig, attention: Any, compute: Any, dispatch: Any, hardware: Hardware
+    ) -> None:
+        self.attention = registry.build(
+            registry.configure("attention", attention), window=config.sliding_window, hardware=hardware
+        )
+        self.dispatcher = registry.build(
+            registry.configure("moe/dispatch", dispatch), num_experts=config.num_experts
+        )
+        self._compute = registry.configure("moe/compute", compute)
+        self._hardware = hardware
+        self._sizes: dict[str, Any] = {
+            "num_experts": config.num_experts,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.moe_intermediate_size,
+            "activation": config.hidden_act,
+        }
+        plugin: Any = registry.plugin_of(self._compute)
+        check_compute(plugin, self._compute, hardware=hardware, **self._sizes)
+
+    def make_compute(self) -> Any:
+        """One a block: a plugin may keep a copy of its block's weights in another form."""
+        return registry.build(self._compute, hardware=self._hardware, **self._sizes)
+
+
+@torch.no_grad()
+def _init_weights(model: nn.Module, config: AfmoeConfig) -> None:
+    std = config.initializer_range
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Experts):
+            for weight in module.parameters():
+                nn.init.normal_(weight, std=std)
+    for block in moe_blocks(model):
+        nn.init.zeros_(block.router.selection_bias)
+        if config.router_init == "zero":
+            nn.init.zeros_(block.router.gate.weight)
+
+
+class AfmoeForCausalLM(nn.Module):
+    """AFMoE with its language head."""
+
+    def __init__(
+        self,
+        config: AfmoeConfig,
+        attention: Any = "sdpa",
+        compute: Any = "native",
+        dispatch: Any = "local",
+        hardware: Hardware | None = None,
+    ) -> None:
+        """`attention`, `compute`, `dispatch`: a plugin's name or its `Config`; `hardware` None: this machine's.
+
+        Raises `ConfigError` for an unknown choice, `MachineError` for one that the hardware cannot run.
+        """
+        super().__init__()
+        self.config = config
+        self.model = AfmoeModel(config, attention, compute, dispatch, hardware)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        _init_weights(self.lm_head, config)
+        self._tie_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_router_logits: bool = False,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+    ) -> CausalLMOutput:
+        """Logits of the next token and, given labels, their loss.
+
+        `input_ids` [B, S] or `inputs_embeds` [B, S, D]. `position_ids` [B, S]: a 0 begins a new document, across whose
+        border nothing is seen; None: one document a row. `attention_mask` [B, S]: 1 is a real token, None: all are.
+        `labels` [B, S] are aligned with the tokens and shifted here; -100, padding and a document's first token do
+        not count. `logits_to_keep`: logits of the last n positions only, or of the positions listed; 0 is all; the
+        loss is over all positions in any case. `return_logits`: give logits although there are labels.
+        """
+        output = self.model(
+            input_ids, position_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
+        )
+        result = CausalLMOutput(router_logits=output.router_logits if output_router_logits else None)
+        hidden_BSD = output.last_hidden_state
+        logits_BSV = None
+        if labels is not None:
+            targets_BS = next_token_targets(labels, output.layout)
+            logits_BSV = self.lm_head(hidden_BSD)
+            result.loss_sum, result.num_labels = token_cross_entropy(logits_BSV, targets_BS)
+            result.loss = result.loss_sum / result.num_labels.clamp(min=1)
+        if labels is None:
+            result.logits = self.lm_head(_kept(hidden_BSD, logits_to_keep))
+        elif return_logits and logits_BSV is not None:
+            result.logits = _kept(logits_BSV, logits_to_keep)
+        return result
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 32,
+        *,
+        attention_mask: Tensor | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+    ) -> Tensor:
+        """Prompt and new tokens [B, S + new]; see `afmoe.generation.generate`."""
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            attention_mask=attention_mask,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+
+    def init_weights(self) -> None:
+        """Draw every weight anew, see `AfmoeModel.init_weights`."""
+        _init_weights(self, self.config)
+
+    def num_parameters(self, active: bool = False) -> int:
+        """Parameters in all or, `active`, those that one token goes through; embedding and head included."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if not active:
+            return total
+        idle = self.config.num_experts - self.config.num_experts_per_tok
+        per_expert = 3 * self.config.hidden_size * self.config.moe_intermediate_size
+        return total - sum(idle * per_expert for _ in iter_moe_blocks(self))
+
+    def on_weights_updated(self) -> None:
+        """To be called after each optimizer step and after loading: compute plugins drop what they derived."""
+        for block in iter_moe_blocks(self):
+            block.compute.on_weights_updated()
+
+    def _tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # leaving the meta device makes a new parameter of every module's, of tied ones too
+        super()._apply(fn, recurse)
+        self._tie_weights()
+        return self
+
+
+def iter_moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
+    """The MoE block of each decoder layer that has one, in order: of a bare, wrapped, sharded or compiled model."""
+    return moe_blocks(model)
+
+
+def _kept(x_BSX: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The last positions (an int; 0: all) or the listed ones (a tensor of indices), as in transformers."""
+    if isinstance(logits_to_keep, int):
+        return x_BSX[:, -logits_to_keep:] if logits_to_keep else x_BSX
+    return x_BSX[:, logits_to_keep]

@@ -1,0 +1,88 @@
+"""The mixture-of-experts block: route, dispatch, experts, combine, add shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from afmoe.config import AfmoeConfig
+from afmoe.moe.compute import ExpertCompute
+from afmoe.moe.dispatch import Dispatcher
+from afmoe.moe.experts import Experts
+from afmoe.moe.router import Router
+from afmoe.moe.statistics import RoutingStatistics
+
+
+class MoeBlock(nn.Module):
+    """One layer's routed experts and its shared expert, which the layer hands in (None: it has none)."""
+
+    statistics: RoutingStatistics | None
+    """What `count_routing` has counted here; None before its first use."""
+
+    def __init__(
+        self,
+        config: AfmoeConfig,
+        layer_index: int,
+        *,
+        compute: ExpertCompute,
+        dispatcher: Dispatcher,
+        shared_expert: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.dispatcher = dispatcher
+        self.router = Router(config)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, compute)
+        self.shared_expert = shared_expert
+        self.statistics = None
+        self._is_counting = False
+
+    def forward(self, hidden_BSD: Tensor, token_mask_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The block's output [B, S, D] and the router's logits [B*S, E].
+
+        `token_mask_T` (bool, None: all real): padding goes to no expert and is counted nowhere.
+        """
+        tokens_TD = hidden_BSD.flatten(0, 1)
+        routing = self.router(tokens_TD, token_mask_T)
+        dispatched = self.dispatcher.dispatch(
+            self.prepare_expert_input(tokens_TD), routing.expert_ids_TK, token_mask_T
+        )
+        rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L)
+        routed_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, dispatched.state)
+        output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
+        if self.shared_expert is not None:
+            output_BSD = self.shared_expert(hidden_BSD) + output_BSD
+        if self._is_counting and self.statistics is not None:
+            self.statistics.add(routing, dispatched.counts_E, token_mask_T)
+        return output_BSD, routing.logits_TE
+
+    def prepare_expert_input(self, tokens_TD: Tensor) -> Tensor:
+        """What the experts see of the tokens: here the tokens. For subclasses whose experts work in another space."""
+        return tokens_TD
+
+    def prepare_expert_output(self, tokens_TD: Tensor) -> Tensor:
+        """The way back from `prepare_expert_input`."""
+        return tokens_TD
+
+    @property
+    def compute(self) -> ExpertCompute:
+        return self.experts.compute
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.gate.out_features
+
+    def start_counting(self) -> None:
+        device = self.router.gate.weight.device
+        if self.statistics is None or self.statistics.counts_E.device != device:
+            self.statistics = RoutingStatistics(self.num_experts, device)
+        self._is_counting = True
+
+    def stop_counting(self) -> None:
+        self._is_counting = False
+
+
+def moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
+    """The MoE blocks of `model`, in the order of its layers, whatever it is wrapped in."""
+    yield from (module for module in model.modules() if isinstance(module, MoeBlock))
