@@ -149,12 +149,16 @@ class ModelConfig(AfmoeConfig):
     """A directory with `config.json` and safetensors, or a hub name; its config wins over the preset."""
     revision: str | None = None
     """Branch, tag or commit of a hub name."""
+    explicit: list[str] = field(default_factory=list)
+    """Fields that the person set. They must agree with the config of `pretrained`; filled in by `compose.py`."""
 
 
 @dataclass(kw_only=True)
 class TokenizerConfig:
     path: str | None = None
     """A tokenizer directory or hub name; None: the one inside `model.pretrained`, else the embedded byte tokenizer."""
+    resize: bool = False
+    """Grow embedding and head when the tokenizer has more tokens than the checkpoint."""
 
 
 @dataclass(kw_only=True)

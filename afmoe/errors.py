@@ -1,12 +1,20 @@
 """Mistakes that a person can mend, and how they are shown: one line, exit code 1, no trace.
 
 Everything here imports hydra and omegaconf only, so that a misspelt option is answered before torch is loaded.
+`HYDRA_FULL_ERROR=1` shows the trace behind the line.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+# Hydra reads the variable at the moment an exception passes; `one_line_errors` sets it for itself and keeps the
+# person's own wish under this name, which the processes of further ranks inherit.
+_WISH = "AFMOE_FULL_ERROR"
 
 
 class UserError(Exception):
@@ -28,3 +36,100 @@ def closest(name: str, valid: Iterable[str], limit: int = 10) -> str:
     ranked = difflib.get_close_matches(name, names, n=limit, cutoff=0.0)
     text = ", ".join(ranked)
     return text if len(names) <= limit else f"{text}, ... ({len(names)} in all)"
+
+
+def full_traces_wanted() -> bool:
+    return os.environ.get(_WISH) == "1"
+
+
+def show(error: BaseException) -> None:
+    """Write the error as one line to standard error."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def one_line_errors(config_name: str) -> Iterator[None]:
+    """Turn mistakes that pass through, ours, Hydra's and OmegaConf's, into one line and exit code 1.
+
+    Faults of the program itself pass unchanged, with their trace.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    os.environ.setdefault(_WISH, os.environ.get("HYDRA_FULL_ERROR", "0"))
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    except UserError as error:
+        if full_traces_wanted():
+            raise
+        show(error)
+        raise SystemExit(1) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        if full_traces_wanted():
+            raise
+        show(ConfigError(explain_hydra(error, config_name)))
+        raise SystemExit(1) from None
+    except OSError as error:
+        # a folder that cannot be made or written; inside a run such faults are named where they happen
+        if full_traces_wanted() or error.filename is None:
+            raise
+        show(MachineError(f"{error.strerror}: {error.filename}; choose another folder, e.g. hydra.run.dir=PATH"))
+        raise SystemExit(1) from None
+    finally:
+        if before is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def explain_hydra(error: Exception, config_name: str) -> str:
+    """Hydra's or OmegaConf's message as one line that also offers the closest valid names."""
+    import re
+
+    from hydra.errors import MissingConfigException
+
+    text = str(error)
+    if isinstance(error, MissingConfigException):
+        missing = re.search(r"'([^']+)'", text.split("Could not find", 1)[-1])
+        if missing and "/" in missing[1] and error.options:
+            group, name = missing[1].rsplit("/", 1)
+            return f"unknown {group}={name}; choose one of: {closest(name, error.options)}"
+    unknown_field = re.search(r"Could not override '([^']+)'\.\s*(Key '[^']+' is not in struct)?", text)
+    if unknown_field:
+        return _unknown_key(unknown_field[1], config_name)
+    if re.search(r"no viable alternative|mismatched input|extraneous input|token recognition|missing EQUAL", text):
+        return f"cannot read this override: {text.splitlines()[0]}; write key=value, in quotes if it has special characters"
+    value = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
+    if value:
+        key = re.search(r"full_key: (\S+)", text)
+        return f"{key[1] if key else 'a field'} takes {_kind(value[2])}, got {value[1]}"
+    return text.split("\nSee https", 1)[0]
+
+
+def _kind(node: str) -> str:
+    return {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}.get(node, f"a {node}")
+
+
+def _unknown_key(key: str, config_name: str) -> str:
+    """Name the valid neighbours of a key that the config does not have."""
+    from omegaconf import DictConfig, OmegaConf
+
+    from afmoe.compose import compose_defaults, config_groups
+
+    key = key.split("@", 1)[0]
+    if "/" in key or key in config_groups():
+        return f"unknown group {key}; the groups are: {closest(key, config_groups())}"
+    config = compose_defaults(config_name, sys.argv[1:])
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, section) if section else config
+    while section and not isinstance(node, DictConfig):
+        section, _, name = section.rpartition(".")
+        node = OmegaConf.select(config, section) if section else config
+    where = f" in {section}" if section else ""
+    valid = [str(known) for known in node] if isinstance(node, DictConfig) else []
+    if not section:
+        valid = [*valid, *config_groups()]
+    return f"unknown key {key}: there is no `{name}`{where}; the closest: {closest(name, set(valid))}"

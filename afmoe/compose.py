@@ -1,0 +1,167 @@
+"""From the command line to a typed `RunConfig`, and the checks that need no torch.
+
+Hydra composes the groups; this module refuses what Hydra would accept silently (a group typed with dots, a section
+replaced by a value, a value of another type than the YAML's default) and hands the recipe plain dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from afmoe import CONF_DIRECTORY
+from afmoe.config import AfmoeConfig, RunConfig
+from afmoe.errors import ConfigError, UserError, closest, full_traces_wanted, one_line_errors, show
+
+
+def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[[], Any]]:
+    """Make a function of a `RunConfig` the program behind `conf/<config_name>.yaml`.
+
+    The result parses the command line with Hydra, checks it, calls the function (once a job under `-m`) and shows
+    mistakes as one line.
+    """
+
+    def decorate(function: Callable[[RunConfig], Any]) -> Callable[[], Any]:
+        @functools.wraps(function)
+        def task(cfg: DictConfig) -> Any:
+            try:
+                return function(typed_config(cfg))
+            except UserError as error:
+                # a sweep goes on with its other jobs and fails at its end; a single run ends here, with one line only
+                if HydraConfig.get().mode == RunMode.MULTIRUN or full_traces_wanted():
+                    raise
+                show(error)
+                raise SystemExit(1) from None
+
+        def program() -> Any:
+            with one_line_errors(config_name):
+                run = hydra.main(version_base="1.3", config_path=str(CONF_DIRECTORY), config_name=config_name)
+                return run(task)()
+
+        return program
+
+    return decorate
+
+
+def typed_config(cfg: DictConfig) -> RunConfig:
+    """Check a composed config against its defaults and turn it into dataclasses. Raises `ConfigError`."""
+    settings = HydraConfig.get()
+    choices = {key: value for key, value in settings.runtime.choices.items() if not str(key).startswith("hydra/")}
+    overrides = [str(override) for override in settings.overrides.task]
+    OmegaConf.resolve(cfg)
+    defaults = compose_defaults(str(settings.job.config_name), _as_overrides(choices))
+    _compare("", cfg, defaults)
+    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
+    typed.model.explicit = explicit_model_fields(overrides, str(choices.get("experiment")))
+    layers, dense = typed.model.num_hidden_layers, typed.model.num_dense_layers
+    if dense >= layers and "num_dense_layers" not in typed.model.explicit:
+        # a preset that is made shallower stays a mixture of experts
+        typed.model.num_dense_layers = max(layers - 1, 0)
+    return OmegaConf.to_object(typed)  # pyright: ignore[reportReturnType]
+
+
+def explicit_model_fields(overrides: Sequence[str], experiment: str) -> list[str]:
+    """The fields of `model` that the person set: on the command line or in the chosen experiment's file."""
+    keys = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    names = {key.removeprefix("model.") for key in keys if key.startswith("model.")}
+    path = CONF_DIRECTORY / "experiment" / f"{experiment}.yaml"
+    if path.is_file():
+        section = OmegaConf.select(OmegaConf.load(path), "model")
+        names |= {str(key) for key in section} if isinstance(section, DictConfig) else set()
+    known = {field.name for field in dataclasses.fields(AfmoeConfig)}
+    return sorted(names & known)
+
+
+def config_groups() -> set[str]:
+    """Every config group of the recipes: the folders of `conf/` that hold options, with slashes."""
+    return {
+        path.parent.relative_to(CONF_DIRECTORY).as_posix()
+        for path in CONF_DIRECTORY.rglob("*.yaml")
+        if path.parent != CONF_DIRECTORY
+    }
+
+
+def compose_defaults(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config that the chosen groups give before any field is changed. Overrides of fields are passed over."""
+    groups = config_groups()
+    chosen = [
+        override
+        for override in overrides
+        if override.split("=", 1)[0] in groups - {"experiment"} or override.startswith("hydra.searchpath=")
+    ]
+    state = GlobalHydra.instance()
+    if not state.is_initialized():
+        from hydra import compose, initialize_config_dir
+
+        with initialize_config_dir(str(CONF_DIRECTORY), version_base="1.3"):
+            return compose(config_name, chosen)
+    loader = state.config_loader()
+    composed = loader.load_configuration(config_name, chosen, RunMode.RUN, from_shell=False)
+    OmegaConf.set_struct(composed, False)
+    composed.pop("hydra", None)
+    return composed
+
+
+def _as_overrides(choices: dict[Any, Any]) -> list[str]:
+    def text(value: Any) -> str:
+        if isinstance(value, list | ListConfig):
+            return f"[{','.join(str(item) for item in value)}]"
+        return "null" if value is None else str(value)
+
+    chosen = [f"{group}={text(value)}" for group, value in choices.items()]
+    searchpath = HydraConfig.get().searchpath
+    return chosen if not searchpath else [*chosen, f"hydra.searchpath={text(list(searchpath))}"]
+
+
+def _compare(path: str, node: Any, default: Any) -> None:
+    """Refuse what differs from the defaults in kind: an unknown key, a replaced section, a value of another type."""
+    if isinstance(default, DictConfig):
+        if not isinstance(node, DictConfig):
+            raise ConfigError(_replaced_section(path, node, default))
+        for key in node:
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in default:
+                raise ConfigError(f"unknown key {inner}; the closest: {closest(str(key), map(str, default))}")
+            # a `null` default takes any type, and interpolations of the defaults are resolved in the config itself
+            if not OmegaConf.is_interpolation(default, key) and default[key] is not None:
+                _compare(inner, node[key], default[key])
+    elif node is not None and not _same_type(node, default):
+        raise ConfigError(f"{path} takes {_type_name(default)}, got {_text(node)}")
+
+
+def _same_type(value: Any, default: Any) -> bool:
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, int):
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, str):
+        return isinstance(value, str | int | float)
+    if isinstance(default, ListConfig):
+        return isinstance(value, ListConfig)
+    return True
+
+
+def _type_name(default: Any) -> str:
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", ListConfig: "a list"}
+    return f"{kinds.get(type(default), type(default).__name__)} (default {_text(default)})"
+
+
+def _text(value: Any) -> str:
+    return str(OmegaConf.to_container(value)) if OmegaConf.is_config(value) else str(value)
+
+
+def _replaced_section(path: str, value: Any, default: DictConfig) -> str:
+    group = path.replace(".", "/")
+    if group in config_groups():
+        return f"{path}={_text(value)} would replace the whole section; choose the group with a slash: {group}={_text(value)}"
+    return f"{path} is a section, got {_text(value)}; its keys: {closest('', map(str, default))}"

@@ -1,0 +1,31 @@
+"""TensorBoard, in the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from afmoe.registry import register
+
+
+@register("logger", "tensorboard")
+class Tensorboard:
+    """Lightning's `TensorBoardLogger`, writing to `<run folder>/tensorboard/`."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        enabled: bool = True
+
+    def __init__(self, config: Config, *, directory: Path, first_step: int) -> None:
+        """`first_step`: the step a resumed run continues at; what an interrupted one had logged beyond it is hidden."""
+        self.logger = None
+        if config.enabled:
+            from lightning.pytorch.loggers import TensorBoardLogger
+
+            self.logger = TensorBoardLogger(
+                save_dir=directory,
+                name="",
+                version="tensorboard",
+                default_hp_metric=False,
+                purge_step=first_step or None,
+            )

@@ -1,0 +1,293 @@
+"""The run folder: who may write to it, where a run continues, and what is said about it.
+
+All of it happens before torch is loaded. Global rank 0 decides once (lock, resume, finished) and hands the decision
+on: to the processes that Lightning starts through the environment, to those of torchrun or Slurm through a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from afmoe.checkpoint.atomic import write_text
+from afmoe.checkpoint.directory import checkpoint_step, newest_checkpoint, remove_leftovers, whole_checkpoints
+from afmoe.config import RunConfig
+from afmoe.errors import ConfigError, MachineError
+from afmoe.resume import refuse_changes
+
+log = logging.getLogger(__name__)
+
+_DECISION = "AFMOE_RUN"
+_START = time.time()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What rank 0 decided about a run folder."""
+
+    directory: Path
+    resume_from: Path | None
+    """Checkpoint directory that the run continues from; None: a fresh start."""
+    resume_step: int
+    """Optimizer steps that are already done."""
+    finished: bool
+    """Nothing is left to do."""
+
+    @property
+    def is_main(self) -> bool:
+        return global_rank() == 0
+
+
+def global_rank() -> int:
+    """This process's number over all nodes, from the variables of Lightning, torchrun or Slurm; 0 alone."""
+    for name in ("RANK", "SLURM_PROCID"):
+        if name in os.environ and (name == "RANK" or "SLURM_NTASKS" in os.environ):
+            return int(os.environ[name])
+    return int(os.environ.get("NODE_RANK", "0")) * 1_000_000 + int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """Take the run folder for the time of the `with` block and decide where the run starts.
+
+    Raises `MachineError` when another process holds the folder and `ConfigError` when what it holds does not fit the
+    configuration. An empty folder that was made for nothing is removed again.
+    """
+    settings = HydraConfig.get()
+    directory = Path(settings.runtime.output_dir).absolute()
+    if settings.mode == RunMode.MULTIRUN and _num_processes(config) > 1:
+        raise ConfigError(
+            "several devices under -m are not supported: further processes would run the whole sweep again; "
+            "use trainer.devices=1, or start one command for each job"
+        )
+    if global_rank() > 0:
+        yield _received_decision(directory)
+        return
+    if config.dry_run:
+        yield Run(directory, None, 0, False)
+        _remove_if_empty(directory)
+        return
+    lock = _lock(directory)
+    handler: logging.Handler | None = None
+    try:
+        if config.resume == "never" and _holds_a_run(directory):
+            lock = _move_aside(directory, lock, config.overwrite)
+        run = _decide(config, directory)
+        _hand_on(run)
+        if not run.finished:
+            handler = _log_to(directory / "sft.log")
+            write_text(directory / "config.yaml", _as_yaml(config))
+        yield run
+    finally:
+        if handler is not None:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        os.environ.pop(_DECISION, None)
+        lock.close()
+        _remove_if_empty(directory)
+
+
+def _num_processes(config: RunConfig) -> int:
+    devices = config.trainer.devices
+    if isinstance(devices, int):
+        return devices * config.trainer.num_nodes
+    if isinstance(devices, list):
+        return len(devices) * config.trainer.num_nodes
+    return config.trainer.num_nodes
+
+
+def _lock(directory: Path) -> TextIO:
+    """Hold the folder. The lock belongs to the open file: it ends with the process, however that ends."""
+    file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (it stays open for the whole run)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise MachineError(
+            f"{_short(directory)} is in use by {holder}; wait for it, or choose another run_name"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def _holds_a_run(directory: Path) -> bool:
+    return bool(whole_checkpoints(directory)) or (directory / "metrics.json").exists()
+
+
+def _move_aside(directory: Path, lock: TextIO, overwrite: bool) -> TextIO:
+    """Rename an older run folder to `<run_name>.<n>` and start an empty one under its name."""
+    if not overwrite:
+        raise ConfigError(
+            f"{_short(directory)} holds an older run and resume=never; add overwrite=true to move it aside, "
+            "choose another run_name, or use resume=auto to continue it"
+        )
+    number = 1
+    while directory.with_name(f"{directory.name}.{number}").exists():
+        number += 1
+    aside = directory.with_name(f"{directory.name}.{number}")
+    directory.rename(aside)
+    directory.mkdir()
+    fresh = _lock(directory)
+    lock.close()
+    log.info("the older run was moved to %s", _short(aside))
+    return fresh
+
+
+def _decide(config: RunConfig, directory: Path) -> Run:
+    remove_leftovers(directory)
+    newest = newest_checkpoint(directory)
+    if config.resume not in ("auto", "never"):
+        wanted = _checkpoint_at(Path(config.resume))
+        if newest is None:
+            refuse_changes(config, _stored_config(wanted.parent.parent), wanted)
+            log.info("starting from %s", _short(wanted))
+            return Run(directory, wanted, checkpoint_step(wanted), False)
+        # the same command again, after an interruption, continues its own run
+        if wanted.absolute() != newest.absolute() and _resumed_from(directory) != str(wanted.absolute()):
+            raise ConfigError(
+                f"resume={config.resume}: {_short(directory)} already holds a run of its own, at step "
+                f"{checkpoint_step(newest)}; choose another run_name, or continue it with resume=auto"
+            )
+    if newest is None:
+        if (directory / "checkpoints").exists():
+            log.warning("no whole checkpoint in %s: starting at step 0", _short(directory))
+        return Run(directory, None, 0, False)
+    step = checkpoint_step(newest)
+    refuse_changes(config, _stored_config(directory), newest)
+    if _is_finished(config, directory, step):
+        log.info(
+            "%s is finished at step %d; a larger trainer.max_steps continues it, "
+            "resume=never overwrite=true starts it anew",
+            _short(directory),
+            step,
+        )
+        return Run(directory, newest, step, True)
+    log.info("continuing %s from step %d", _short(directory), step)
+    return Run(directory, newest, step, False)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """The checkpoint directory that `resume=PATH` means: itself, or the newest whole one of a run folder."""
+    if path.is_file() and path.name == "last":
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    if not path.is_dir():
+        raise ConfigError(f"resume={path}: no such directory; give a run folder, a checkpoint, auto or never")
+    run = path if (path / "checkpoints").is_dir() else path.parent.parent
+    whole = whole_checkpoints(run)
+    for _, checkpoint in whole:
+        if checkpoint.absolute() == path.absolute():
+            return checkpoint
+    if run == path and whole:
+        return whole[-1][1]
+    raise ConfigError(
+        f"resume={path}: holds no whole checkpoint (a directory step-NNNNNN with the file `complete`); "
+        "weights alone are loaded by model.pretrained"
+    )
+
+
+def _stored_config(directory: Path) -> dict[str, Any] | None:
+    path = directory / "config.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _resumed_from(directory: Path) -> str | None:
+    path = directory / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("resumed_from") if path.exists() else None
+
+
+def _is_finished(config: RunConfig, directory: Path, step: int) -> bool:
+    path = directory / "metrics.json"
+    if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") != "finished":
+        return False
+    return config.trainer.max_steps == -1 or step >= config.trainer.max_steps
+
+
+def _as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _log_to(path: Path) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+def _hand_on(run: Run) -> None:
+    text = json.dumps({**dataclasses.asdict(run), "directory": str(run.directory), "resume_from": _text(run.resume_from)})
+    os.environ[_DECISION] = text
+    launch = _launch_id()
+    if launch is not None:
+        write_text(run.directory / f".decision-{launch}", text)
+
+
+def _received_decision(directory: Path, timeout_seconds: float = 300.0) -> Run:
+    """Rank 0's decision: from the environment (Lightning's launcher), or from its file (torchrun, Slurm)."""
+    text = os.environ.get(_DECISION)
+    path = directory / f".decision-{_launch_id()}"
+    deadline = time.monotonic() + timeout_seconds
+    while text is None:
+        # a file of an earlier launch with the same address is older than this process
+        if path.exists() and path.stat().st_mtime >= _START - 5.0:
+            text = path.read_text(encoding="utf-8")
+        elif time.monotonic() > deadline:
+            raise MachineError(f"rank {global_rank()} heard nothing from rank 0 for {timeout_seconds:.0f} s ({path})")
+        else:
+            time.sleep(0.1)
+    values = json.loads(text)
+    values["directory"] = Path(values["directory"])
+    values["resume_from"] = Path(values["resume_from"]) if values["resume_from"] else None
+    return Run(**values)
+
+
+def _launch_id() -> str | None:
+    """A name for this start of the job that all its processes share; None where Lightning starts them."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        parts = [env["TORCHELASTIC_RUN_ID"], env.get("MASTER_PORT", ""), env.get("TORCHELASTIC_RESTART_COUNT", "")]
+    elif "SLURM_NTASKS" in env and "SLURM_PROCID" in env:
+        parts = [env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", "")]
+    else:
+        return None
+    return "-".join(part for part in parts if part)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".lock"}:
+        with contextlib.suppress(OSError):
+            (directory / ".lock").unlink(missing_ok=True)
+            directory.rmdir()
+
+
+def _short(path: Path) -> str:
+    """The path from here when it lies below, as people type it."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def command_line() -> list[str]:
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
