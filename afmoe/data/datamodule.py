@@ -1,0 +1,208 @@
+"""The Lightning data module: reads a source, plans each epoch's packs, resumes at any optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lightning import LightningDataModule
+from transformers import PreTrainedTokenizerBase
+
+from afmoe.data.batches import PackBatches, PackLoader, StepLayout, batches_of
+from afmoe.data.chat import ChatRenderer, last_assistant_turn
+from afmoe.data.options import DataConfig
+from afmoe.data.plan import PackPlan, plan_epoch, plan_in_order
+from afmoe.data.report import SplitReport
+from afmoe.data.rows import BadRow, Message, Row, Source
+from afmoe.data.token_rows import TokenRows, tokenize_rows
+from afmoe.errors import ConfigError
+from afmoe.registry import build
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out row as a prompt and the answer that it should get."""
+
+    messages: list[Message]
+    """The prompt."""
+    tools: list[dict[str, Any]] | None
+    prompt_ids: list[int]
+    """The prompt as the model reads it, up to where the answer begins."""
+    target: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the loader of an epoch started."""
+
+    epoch: int = 0
+    packs_consumed: int = 0
+    global_step: int = 0
+
+
+class AfmoeDataModule(LightningDataModule):
+    """Batches of packed conversations (keys and dtypes: `batches.make_batch`) of the source that `config` belongs to.
+
+    Besides the tensors a training batch holds the plain ints `num_label_tokens` and `num_real_tokens` of its whole
+    optimizer step, over all ranks and micro-batches; a validation batch those of itself.
+
+    For a trainer with `reload_dataloaders_every_n_epochs=1` and `use_distributed_sampler=False`; without one it is
+    rank 0 of 1 in epoch 0. `data.chat_template` is set on the tokenizer.
+    """
+
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, accumulate: int = 1
+    ) -> None:
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.seed, self.accumulate = seed, accumulate
+        self.source: Source = build(config, seed=seed)
+        self.renderer = ChatRenderer(tokenizer, config.chat_template)
+        self._splits: dict[str, TokenRows] = {}
+        self._reports: dict[str, SplitReport] = {}
+        self._plan: tuple[int, PackPlan] | None = None
+        self._validation_plan: PackPlan | None = None
+        self._resume_at = Position()
+        self._started_at = Position()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and tokenise both splits, once. Raises `ConfigError` when nothing can be trained on."""
+        self._resume_at = self._started_at = Position()
+        if self._splits:
+            return
+        for split, rows in (
+            ("training", self.source.train_rows()),
+            ("validation", self.source.validation_rows()),
+        ):
+            self._splits[split], self._reports[split] = tokenize_rows(rows, self.renderer, self.config, split)
+        if not len(self.train_split):
+            raise ConfigError(f"no row to train on: {self.source.description}")
+        self._validation_plan = plan_in_order(self.validation_split.lengths, **self._packing_options)
+        for split, plan in (("training", self._epoch_plan(0)), ("validation", self._validation_plan)):
+            report = self._reports[split]
+            report.packs, report.efficiency = len(plan), self._efficiency(self._splits[split], plan)
+
+    @property
+    def train_split(self) -> TokenRows:
+        return self._splits["training"]
+
+    @property
+    def validation_split(self) -> TokenRows:
+        return self._splits["validation"]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The content of `data_report.json`: the training split's figures, those of held-out rows in `validation`."""
+        return self._reports["training"].to_dict() | {"validation": self._reports["validation"].to_dict()}
+
+    @property
+    def layout(self) -> StepLayout:
+        return StepLayout(
+            self.config.batch_size, self.accumulate, self.trainer.world_size if self.trainer else 1
+        )
+
+    @property
+    def batches_done(self) -> int:
+        """Micro-batches of the resumed epoch that are done, counted in this run's batch size and world size.
+
+        Lightning's own count comes from the checkpoint, in the batches of the run that wrote it.
+        """
+        return batches_of(self._resume_at.packs_consumed, self.layout)
+
+    def train_dataloader(self) -> PackLoader:
+        """What is left of the trainer's current epoch."""
+        epoch = self.trainer.current_epoch if self.trainer else 0
+        consumed = self._resume_at.packs_consumed if epoch == self._resume_at.epoch else 0
+        self._started_at = Position(epoch, consumed, self._global_step)
+        # overfitting means the same packs in every epoch
+        plan = self._epoch_plan(0 if self.trainer and self.trainer.overfit_batches else epoch)
+        return self._loader(self.train_split, plan, self.layout, packs_consumed=consumed)
+
+    def val_dataloader(self) -> PackLoader | list[PackLoader]:
+        """Every held-out row once; no loader when there are none."""
+        if not len(self.validation_split):
+            return []
+        assert self._validation_plan is not None
+        layout = StepLayout(self.config.batch_size, 1, self.layout.world_size)
+        return self._loader(self.validation_split, self._validation_plan, layout, counts_whole_step=False)
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the run is, from the optimizer steps done: what workers have prefetched does not count."""
+        steps = self._global_step - self._started_at.global_step
+        packs_per_step = self.layout.packs_per_step
+        return {
+            "epoch": self._started_at.epoch,
+            "packs_consumed": self._started_at.packs_consumed + steps * packs_per_step,
+            "packs_per_step": packs_per_step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue where `state_dict` says, after `setup`. Raises `ConfigError` for another step size, unless allowed."""
+        layout, stored = self.layout, state_dict["packs_per_step"]
+        if stored != layout.packs_per_step and not self.config.allow_batch_change:
+            raise ConfigError(
+                f"the checkpoint was trained with {stored} packs per optimizer step, this run has "
+                f"{layout.packs_per_step} (data.batch_size={layout.batch_size} x "
+                f"trainer.accumulate_grad_batches={layout.accumulate} x {layout.world_size} ranks); "
+                "restore the product or set data.allow_batch_change=true"
+            )
+        self._resume_at = self._started_at = Position(
+            state_dict["epoch"], state_dict["packs_consumed"], self._global_step
+        )
+
+    def samples(self, count: int) -> list[Sample]:
+        """The first held-out rows, to show what a model answers."""
+        samples: list[Sample] = []
+        rows = self.source.validation_rows()
+        while len(samples) < count and (row := _next_row(rows)) is not None:
+            if not isinstance(self.renderer.render([row])[0], BadRow):
+                end = last_assistant_turn(row)
+                target = row.messages[end].get("content", "")
+                samples.append(
+                    Sample(row.messages[:end], row.tools, self.renderer.render_prompt(row), target)
+                )
+        return samples
+
+    @property
+    def _global_step(self) -> int:
+        return self.trainer.global_step if self.trainer else 0
+
+    @property
+    def _packing_options(self) -> dict[str, Any]:
+        return {"sequence_length": self.config.sequence_length, "packing": self.config.packing}
+
+    def _epoch_plan(self, epoch: int) -> PackPlan:
+        if self._plan is None or self._plan[0] != epoch:
+            lengths = self.train_split.lengths
+            self._plan = epoch, plan_epoch(lengths, seed=self.seed, epoch=epoch, **self._packing_options)
+        return self._plan[1]
+
+    def _loader(self, rows: TokenRows, plan: PackPlan, layout: StepLayout, **options: Any) -> PackLoader:
+        pad_token_id = self.tokenizer.pad_token_id
+        batches = PackBatches(
+            rows,
+            plan,
+            layout,
+            rank=self.trainer.global_rank if self.trainer else 0,
+            pad_token_id=self.tokenizer.eos_token_id if pad_token_id is None else pad_token_id,
+            pack_length=self.config.sequence_length if self.config.packing else None,
+            **options,
+        )
+        return PackLoader(batches, self.config.num_workers)
+
+    def _efficiency(self, rows: TokenRows, plan: PackPlan) -> float:
+        """Real tokens among all tokens of a pass, the filling of its last optimizer step left out."""
+        if not len(plan):
+            return 0.0
+        if self.config.packing:
+            return len(rows.input_ids) / (len(plan) * self.config.sequence_length)
+        lengths, batch_size = rows.lengths[plan.rows], self.config.batch_size
+        longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), batch_size))
+        sizes = np.diff([*range(0, len(lengths), batch_size), len(lengths)])
+        return float(lengths.sum() / (longest * sizes).sum())
+
+
+def _next_row(rows: Iterator[Row | BadRow]) -> Row | None:
+    return next((row for row in rows if isinstance(row, Row)), None)
