@@ -1,4 +1,4 @@
-"""`moe/compute=reference`: the experts as a plain loop, in any dtype; what other plugins are judged against."""
+"""`moe/compute=reference`: a plain loop over the experts, in any dtype; others are judged against it."""
 
 from __future__ import annotations
 

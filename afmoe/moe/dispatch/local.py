@@ -1,7 +1,7 @@
 """`moe/dispatch=local`: every expert lives in this process, so dispatch is a sort and combine its inverse.
 
-Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went. That
-replaces the scatter-add that autograd would use for a gather's gradient, and fixes the order of every sum.
+Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went.
+That replaces the scatter-add that autograd would use for a gather's gradient, and fixes every sum's order.
 """
 
 from __future__ import annotations
