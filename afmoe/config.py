@@ -91,13 +91,10 @@ class AfmoeConfig:
 
     def _resolve_rope(self) -> None:
         """Bring both published forms of the rotary settings to transformers' `rope_parameters`."""
-        if self.rope_parameters is None:
-            scaling = dict(self.rope_scaling or {})
-            if "type" in scaling:
-                scaling.setdefault("rope_type", scaling.pop("type"))
-            self.rope_parameters = {"rope_type": "default", "rope_theta": self.rope_theta or 10000.0} | scaling
-        else:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0} | dict(self.rope_parameters)
+        given = dict((self.rope_scaling or {}) if self.rope_parameters is None else self.rope_parameters)
+        if "type" in given:
+            given.setdefault("rope_type", given.pop("type"))
+        self.rope_parameters = {"rope_type": "default", "rope_theta": self.rope_theta or 10000.0} | given
 
     def _check(self) -> None:
         for name in (

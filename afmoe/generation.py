@@ -49,7 +49,7 @@ class Sampling:
 
 
 def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
-    """-inf for tokens outside the smallest set of likeliest ones with probability `top_p` (arXiv 1904.09751)."""
+    """-inf outside the smallest set of likeliest tokens with probability `top_p` (arXiv 1904.09751)."""
     sorted_BV, order_BV = logits_BV.sort(descending=True)
     probabilities_BV = sorted_BV.softmax(-1)
     # what lies before a token already suffices; the first token always stays
@@ -68,11 +68,12 @@ def generate(
     eos_token_id: int | list[int] | None,
     pad_token_id: int | None,
 ) -> Tensor:
-    """Prompts [B, S], padded on the left where `attention_mask` is 0, followed by what the model adds to them.
+    """Prompts [B, S], padded on the left where `attention_mask` is 0, followed by what the model adds to
+    them.
 
-    A row ends with its first stop token (`eos_token_id`, one or several; None: the config's) and is filled with
-    `pad_token_id` from there (None: the config's, else the first stop token). Ends when every row has, or after
-    `max_new_tokens`. Runs in eval mode and leaves the model in the mode it was in.
+    A row ends with its first stop token (`eos_token_id`, one or several; None: the config's) and is filled
+    with `pad_token_id` from there (None: the config's, else the first stop token). Ends when every row has,
+    or after `max_new_tokens`. Runs in eval mode and leaves the model in the mode it was in.
     """
     stop_ids = _stop_ids(model.config.eos_token_id if eos_token_id is None else eos_token_id)
     if pad_token_id is None:

@@ -16,9 +16,9 @@ from afmoe.moe.activations import activation_named
 class RMSNorm(nn.Module):
     """Root mean square norm over the last axis, statistics in fp32 (fp64 for fp64 input).
 
-    `order` says where the cast back to the input's dtype stands: `scale_then_cast` multiplies by the weight before it
-    (transformers), `cast_then_scale` after it (the remote code published with the Trinity checkpoints). In fp32 both
-    are the same.
+    `order` says where the cast back to the input's dtype stands: `scale_then_cast` multiplies by the weight
+    before it (transformers), `cast_then_scale` after it (the remote code published with the Trinity
+    checkpoints). In fp32 both are the same.
     """
 
     def __init__(self, size: int, eps: float, order: str) -> None:
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.order == "cast_then_scale":
-            return self.weight * normed.to(x.dtype)
+            return self.weight.to(x.dtype) * normed.to(x.dtype)
         return (self.weight * normed).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -41,9 +41,10 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding:
     """Cosines and sines of the positions, by transformers' rope functions.
 
-    Not a module and without buffers: the frequencies stay fp32 whatever the model is cast to, and a model built on
-    the meta device has them as well. The types `dynamic` and `longrope` choose the frequencies by the longest position
-    of the batch, which has to be read from the device; the others depend on the configuration only.
+    Not a module and without buffers: the frequencies stay fp32 whatever the model is cast to, and a model
+    built on the meta device has them as well. The types `dynamic` and `longrope` choose the frequencies by
+    the longest position of the batch, which has to be read from the device; the others depend on the
+    configuration only.
     """
 
     def __init__(self, config: AfmoeConfig) -> None:
@@ -60,7 +61,7 @@ class RotaryEmbedding:
         if frequencies.numel() != config.head_dim // 2:
             raise ConfigError(
                 f"rope_parameters gives {frequencies.numel()} frequencies for head_dim={config.head_dim}, "
-                f"AFMoE needs head_dim / 2 (a partial_rotary_factor other than 1 is not supported): {parameters}"
+                f"AFMoE needs head_dim / 2 (partial_rotary_factor must be 1): {parameters}"
             )
         self._by_device = {frequencies.device: frequencies}
 
@@ -86,7 +87,7 @@ class RotaryEmbedding:
     def _frequency_function(
         self, config: AfmoeConfig, parameters: dict[str, Any]
     ) -> Callable[[Tensor | None], tuple[Tensor, float]]:
-        """The function from a batch's length (None: the configured one) to fp32 frequencies [C/2] and a scale."""
+        """From a batch's length (None: the configured one) to fp32 frequencies [C/2] and a scale."""
         if self.rope_type == "default":
             steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
             return lambda length: (1.0 / (parameters["rope_theta"] ** (steps / config.head_dim)), 1.0)
@@ -106,13 +107,13 @@ class RotaryEmbedding:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=parameters,
         )
-        function = ROPE_INIT_FUNCTIONS[self.rope_type]
+        function: Any = ROPE_INIT_FUNCTIONS[self.rope_type]
 
         def compute(length: Tensor | None) -> tuple[Tensor, float]:
             # the functions make tensors on the default device, which is meta while a preset is being sized up
             with torch.device("cpu"):
                 try:
-                    return function(theirs, torch.device("cpu"), seq_len=length)  # pyright: ignore[reportCallIssue]
+                    return function(theirs, torch.device("cpu"), seq_len=length)
                 except KeyError as error:
                     raise ConfigError(
                         f"rope_type={self.rope_type} needs rope_parameters.{error.args[0]}; got {parameters}"

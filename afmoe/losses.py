@@ -16,8 +16,8 @@ IGNORED = -100
 def next_token_targets(labels_BS: Tensor, layout: SequenceLayout) -> Tensor:
     """What each position has to predict: the label one to the right, `IGNORED` where nothing counts.
 
-    A label counts when it and the token before it are real tokens of one document, so the first token of a document
-    is never a target. Raises `ConfigError` for labels of another shape than the tokens.
+    A label counts when it and the token before it are real tokens of one document, so the first token of a
+    document is never a target. Raises `ConfigError` for labels of another shape than the tokens.
     """
     shape = (layout.batch_size, layout.num_queries)
     if labels_BS.shape != shape:

@@ -1,7 +1,8 @@
-"""The AFMoE decoder: `AfmoeModel` (embeddings to last hidden states) and `AfmoeForCausalLM` (with head and loss).
+"""The AFMoE decoder: `AfmoeModel` (embeddings to last hidden states) and `AfmoeForCausalLM` (with head and
+loss).
 
-Equal to transformers' `AfmoeForCausalLM` in fp32 on unpadded single documents, and stricter elsewhere: padding and
-other documents of a row are seen by nobody.
+Equal to transformers' `AfmoeForCausalLM` in fp32 on unpadded single documents, and stricter elsewhere:
+padding and other documents of a row are seen by nobody.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +155,8 @@ class AfmoeModel(nn.Module):
         if cache is not None:
             layout = cache.extend(layout)
         self._check_length(layout, has_positions=position_ids is not None)
+        if self.rotary.depends_on_length and position_ids is not None:
+            self._check_packing(layout)
         if self.config.mup_enabled:
             hidden_BSD = hidden_BSD * self.config.hidden_size**0.5
         prepared = self.attention.prepare(layout)
@@ -178,8 +182,9 @@ class AfmoeModel(nn.Module):
         return self.embed_tokens(input_ids)
 
     def _check_length(self, layout: SequenceLayout, has_positions: bool) -> None:
-        """Say once that positions lie beyond those the model was made for, and refuse what cannot be right."""
-        # with explicit positions a long row may be a pack of short documents: to know would be to wait for the device
+        """Say once that positions lie beyond those that the model was made for."""
+        # with explicit positions a long row may be a pack of short documents: to know would be to wait for
+        # the device
         if not has_positions and layout.num_keys > self.config.max_position_embeddings:
             if not self._has_warned_of_length:
                 log.warning(
@@ -188,6 +193,19 @@ class AfmoeModel(nn.Module):
                     self.config.max_position_embeddings,
                 )
             self._has_warned_of_length = True
+
+    def _check_packing(self, layout: SequenceLayout) -> None:
+        """Rotary frequencies that follow the longest document would change those packed with it."""
+        is_start_BS = layout.position_ids_BS == 0
+        if layout.token_mask_BS is not None:
+            is_start_BS = is_start_BS & layout.token_mask_BS
+        is_packed = bool((is_start_BS.sum(1) > 1).any())
+        if is_packed and int(layout.position_ids_BS.max()) >= self.rotary.original_length:
+            raise ConfigError(
+                f"rope_type={self.rotary.rope_type} cannot pack documents longer than "
+                f"{self.rotary.original_length} tokens, because its frequencies depend on the longest one; "
+                "pack shorter documents, or one a row"
+            )
 
     def new_cache(self) -> KeyValueCache:
         """An empty cache for `forward`."""
@@ -269,7 +287,8 @@ class AfmoeForCausalLM(nn.Module):
         dispatch: Any = "local",
         hardware: Hardware | None = None,
     ) -> None:
-        """`attention`, `compute`, `dispatch`: a plugin's name or its `Config`; `hardware` None: this machine's.
+        """`attention`, `compute`, `dispatch`: a plugin's name or its `Config`; `hardware` None: this
+        machine's.
 
         Raises `ConfigError` for an unknown choice, `MachineError` for one that the hardware cannot run.
         """
@@ -294,11 +313,12 @@ class AfmoeForCausalLM(nn.Module):
     ) -> CausalLMOutput:
         """Logits of the next token and, given labels, their loss.
 
-        `input_ids` [B, S] or `inputs_embeds` [B, S, D]. `position_ids` [B, S]: a 0 begins a new document, across whose
-        border nothing is seen; None: one document a row. `attention_mask` [B, S]: 1 is a real token, None: all are.
-        `labels` [B, S] are aligned with the tokens and shifted here; -100, padding and a document's first token do
-        not count. `logits_to_keep`: logits of the last n positions only, or of the positions listed; 0 is all; the
-        loss is over all positions in any case. `return_logits`: give logits although there are labels.
+        `input_ids` [B, S] or `inputs_embeds` [B, S, D]. `position_ids` [B, S]: a 0 begins a new document,
+        across whose border nothing is seen; None: one document a row. `attention_mask` [B, S]: 1 is a real
+        token, None: all are. `labels` [B, S] are aligned with the tokens and shifted here; -100, padding and
+        a document's first token do not count. `logits_to_keep`: logits of the last n positions only, or of
+        the positions listed; 0 is all; the loss is over all positions in any case. `return_logits`: give
+        logits although there are labels.
         """
         output = self.model(
             input_ids, position_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
@@ -340,6 +360,36 @@ class AfmoeForCausalLM(nn.Module):
             pad_token_id=pad_token_id,
         )
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attention: Any = "sdpa",
+        compute: Any = "native",
+        dispatch: Any = "local",
+        hardware: Hardware | None = None,
+    ) -> AfmoeForCausalLM:
+        """The model in `directory` (`config.json` and safetensors, any known layout), stored in `dtype`."""
+        # the one import against the direction: reading a checkpoint makes a model
+        from afmoe.checkpoint import load_pretrained
+
+        return load_pretrained(
+            directory,
+            dtype=dtype,
+            attention=attention,
+            compute=compute,
+            dispatch=dispatch,
+            hardware=hardware,
+        )
+
+    def save_pretrained(self, directory: str | Path, layout: str = "hf") -> None:
+        """Write config and weights to `directory`, named and shaped as `layout` says."""
+        from afmoe.checkpoint import save_pretrained
+
+        save_pretrained(self, directory, layout)
+
     def init_weights(self) -> None:
         """Draw every weight anew, see `AfmoeModel.init_weights`."""
         _init_weights(self, self.config)
@@ -354,7 +404,7 @@ class AfmoeForCausalLM(nn.Module):
         return total - sum(idle * per_expert for _ in iter_moe_blocks(self))
 
     def on_weights_updated(self) -> None:
-        """To be called after each optimizer step and after loading: compute plugins drop what they derived."""
+        """Call it after each optimizer step: compute plugins drop what they derived from the weights."""
         for block in iter_moe_blocks(self):
             block.compute.on_weights_updated()
 
@@ -370,7 +420,7 @@ class AfmoeForCausalLM(nn.Module):
 
 
 def iter_moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
-    """The MoE block of each decoder layer that has one, in order: of a bare, wrapped, sharded or compiled model."""
+    """The MoE block of each layer that has one, in order: of a bare, wrapped, sharded or compiled model."""
     return moe_blocks(model)
 
 

@@ -3,8 +3,9 @@
 The contract that every plugin keeps, and that tests/model checks against `reference`:
 
 - `prepare` is called once per forward; what it returns is handed to every layer of that forward.
-- A query sees what `SequenceLayout` says and nothing else: never another document, never padding, in a sliding layer
-  never more than `window` tokens, itself included. Outputs of padding tokens are finite and of no meaning.
+- A query sees what `SequenceLayout` says and nothing else: never another document, never padding, in a
+  sliding layer never more than `window` tokens, itself included. Outputs of padding tokens are finite and of
+  no meaning.
 - Scores are divided by sqrt(C); the softmax is taken in fp32 at least.
 - With cached tokens the keys of a sliding layer may be the last ones only: they end at the newest token.
 """

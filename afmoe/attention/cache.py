@@ -15,12 +15,12 @@ class LayerCache(Protocol):
     """One layer's keys and values."""
 
     def update(self, key_BSGC: Tensor, value_BSGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the new tokens' keys and values; returns those that the new tokens can see, the new ones last."""
+        """Add the new tokens' keys and values; returns all that the new tokens can see, the new ones last."""
         ...
 
 
 class KeyValueCache:
-    """A cache that grows. Layers with a window keep `window - 1` tokens: all that a later token can still see."""
+    """A cache that grows. Layers with a window keep `window - 1` tokens: all that the next one can see."""
 
     def __init__(self, windows: list[int | None]) -> None:
         """`windows`: one entry a layer, None for a layer that sees everything."""
@@ -32,7 +32,8 @@ class KeyValueCache:
     def extend(self, layout: SequenceLayout) -> SequenceLayout:
         """The layout of the new tokens behind the cached ones, which they continue.
 
-        `layout` is that of the new tokens alone; after the first call it holds no padding and no document's start.
+        `layout` is that of the new tokens alone; after the first call it holds no padding and no document's
+        start.
         """
         if self.num_tokens:
             layout = self._continued(layout)

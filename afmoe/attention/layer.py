@@ -1,4 +1,4 @@
-"""The attention layer of AFMoE: normed queries and keys, grouped heads, a sigmoid gate on what the heads mix."""
+"""The attention layer of AFMoE: normed queries and keys, grouped heads, a sigmoid gate on their output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from afmoe.layers import RMSNorm, rotate
 
 
 class Attention(nn.Module):
-    """Sliding layers carry the rotary embedding; full layers have none, so position reaches them by the mask alone."""
+    """Sliding layers carry the rotary embedding; full layers have none and learn order from the mask."""
 
     def __init__(self, config: AfmoeConfig, layer_index: int, plugin: AttentionPlugin) -> None:
         super().__init__()
-        assert config.layer_types is not None and config.num_key_value_heads is not None
+        assert config.layer_types is not None
+        assert config.num_key_value_heads is not None
         self.is_sliding = config.layer_types[layer_index] == SLIDING_ATTENTION
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """`prepared` and `rotary` are made once per forward: the plugin's masks, cosines and sines [B, S, 1, C/2]."""
+        """`prepared`: the plugin's masks; `rotary`: cosines, sines [B, S, 1, C/2]; both once per forward."""
         query_BSHC = self.q_norm(self._heads(self.q_proj(hidden_BSD)))
         key_BSGC = self.k_norm(self._heads(self.k_proj(hidden_BSD)))
         value_BSGC = self._heads(self.v_proj(hidden_BSD))

@@ -1,7 +1,7 @@
 """Which tokens of a batch see which: documents, padding, positions, worked out once per forward.
 
-A token sees the real tokens of its own document up to itself; in a sliding layer the last `window` of them. The same
-rule holds in every attention plugin, which turns a `SequenceLayout` into the form its kernel wants.
+A token sees the real tokens of its own document up to itself; in a sliding layer the last `window` of them.
+The same rule holds in every attention plugin, which turns a `SequenceLayout` into the form its kernel wants.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SequenceLayout:
     def visible(self, window: int | None, first_key: int = 0) -> Tensor | None:
         """Boolean mask [B or 1, queries, keys from `first_key` on], True where a query sees a key.
 
-        `window` None: no limit. None comes back when every query sees every key. A padding token sees the padding
-        before it and itself, so that no row of a softmax is empty.
+        `window` None: no limit. None comes back when every query sees every key. A padding token sees the
+        padding before it and itself, so that no row of a softmax is empty.
         """
-        if self.num_queries == 1 and self.document_ids_BS is None:
-            if window is None or self.num_keys - first_key <= window:
-                return None
+        is_within = window is None or self.num_keys - first_key <= window
+        if self.num_queries == 1 and self.document_ids_BS is None and is_within:
+            return None
         queries_S1 = torch.arange(self.num_cached, self.num_keys, device=self.device)[:, None]
         keys_S = torch.arange(first_key, self.num_keys, device=self.device)
         mask = keys_S <= queries_S1
@@ -67,8 +67,9 @@ def sequence_layout(
 ) -> SequenceLayout:
     """The layout of a whole batch [B, S] without cached tokens.
 
-    `position_ids` [B, S] or [1, S]: a 0 begins a new document. None: one document a row, which begins at its first
-    real token. `attention_mask` [B, S]: 1 is real, None: all are. Raises `ConfigError` for other shapes.
+    `position_ids` [B, S] or [1, S]: a 0 begins a new document. None: one document a row, which begins at its
+    first real token. `attention_mask` [B, S]: 1 is real, None: all are. Raises `ConfigError` for other
+    shapes.
     """
     batch_size, length = shape
     token_mask_BS = None

@@ -1,4 +1,4 @@
-"""`attention=reference`: scores, mask and softmax written out, in any dtype. What every other plugin is judged against."""
+"""`attention=reference`: scores, mask and softmax written out, in any dtype. Judges the other plugins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`attention=sdpa`: torch's scaled_dot_product_attention, and blocks of it for sliding layers.
 
-A sliding layer over a long sequence is cut into blocks at least as wide as the window, so that a query's keys lie in
-its own block and the one before: time and memory grow linearly with the sequence.
+A sliding layer over a long sequence is cut into blocks at least as wide as the window, so that a query's keys
+lie in its own block and the one before: time and memory grow linearly with the sequence.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SdpaAttention:
         self.block_size = max(window, _MIN_BLOCK)
 
     def prepare(self, layout: SequenceLayout) -> _Masks:
-        # one unpadded document a row: torch's own causal path, which reads no mask and skips what lies above the
-        # diagonal
+        # one unpadded document a row: torch's own causal path, which reads no mask and skips what lies above
+        # the diagonal
         is_causal = layout.document_ids_BS is None and layout.num_cached == 0
         fits = layout.num_keys <= self.window
         has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
@@ -104,7 +104,7 @@ class SdpaAttention:
         return torch.cat((previous, blocks), dim=2).flatten(0, 1)
 
     def _block_masks(self, layout: SequenceLayout) -> Tensor:
-        """[B * blocks, 1, block, 2 * block], True where a query of the block sees a key of the pair of blocks."""
+        """[B * blocks, 1, block, 2 * block]: what a block's queries see of it and the block before it."""
         size = self.block_size
         num_blocks = -(-layout.num_queries // size)
         queries_S1 = torch.arange(size, 2 * size, device=layout.device)[:, None]
@@ -114,8 +114,8 @@ class SdpaAttention:
             has_previous = torch.arange(num_blocks, device=layout.device)[:, None, None] > 0
             mask = band & (has_previous | (keys_S >= size))
             return mask.repeat(layout.batch_size, 1, 1)[:, None]
-        # an id that no token has, for what lies before the first and behind the last token; a query behind the last
-        # token still sees itself, so that its softmax is not empty
+        # an id that no token has, for what lies before the first and behind the last token; a query behind
+        # the last token still sees itself, so that its softmax is not empty
         documents = F.pad(layout.document_ids_BS, (size, num_blocks * size - layout.num_queries), value=-2)
         pairs = documents.unfold(1, 2 * size, size)
         return (band & (pairs[:, :, size:, None] == pairs[:, :, None, :])).flatten(0, 1)[:, None]

@@ -58,7 +58,7 @@ class MoeBlock(nn.Module):
         return output_BSD, routing.logits_TE
 
     def prepare_expert_input(self, tokens_TD: Tensor) -> Tensor:
-        """What the experts see of the tokens: here the tokens. For subclasses whose experts work in another space."""
+        """What the experts see of the tokens. For subclasses whose experts work in another space."""
         return tokens_TD
 
     def prepare_expert_output(self, tokens_TD: Tensor) -> Tensor:

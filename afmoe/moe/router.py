@@ -34,24 +34,24 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses by score plus selection bias, weighs by score alone: the bias steers load, never outputs.
 
-    Scores, bias, normalisation and scale are fp32. The gate's product is in the dtype of the activations, because two
-    logits that bf16 cannot tell apart are what the released weights were trained with; `fp32` changes that.
+    Scores, bias, normalisation and scale are fp32. The gate's product is in the dtype of the activations,
+    because two logits that bf16 cannot tell apart are what the released weights were trained with; `fp32`
+    changes that.
     """
 
     fp32: bool
-    """Take the gate's product with fp32 operands, under autocast as well. Its storage is the weight's own dtype, which
-    stays fp32 through casts while this is set."""
+    """Take the gate's product with fp32 operands, under autocast as well. Its storage is the weight's own
+    dtype, which stays fp32 through casts while this is set."""
     balanced: bool
     """Ignore the scores in the choice: the n-th copy of the batch's real tokens goes to expert n mod E."""
     selection_bias: Tensor
 
     def __init__(self, config: AfmoeConfig) -> None:
         super().__init__()
-        if config.score_func not in SCORE_FUNCTIONS:
-            raise ConfigError(
-                f"unknown score_func={config.score_func}; choose one of: {closest(config.score_func, SCORE_FUNCTIONS)}"
-            )
-        self.score = SCORE_FUNCTIONS[config.score_func]
+        name = config.score_func
+        if name not in SCORE_FUNCTIONS:
+            raise ConfigError(f"unknown score_func={name}; choose one of: {closest(name, SCORE_FUNCTIONS)}")
+        self.score = SCORE_FUNCTIONS[name]
         self.top_k = config.num_experts_per_tok
         self.route_norm = config.route_norm
         self.route_scale = config.route_scale
@@ -95,7 +95,8 @@ class Router(nn.Module):
         return copies_TK % self.gate.out_features
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or cast, as `Module.to`, `.bfloat16()` and the like do, but leave in fp32 what has to stay there.
+        """Move or cast, as `Module.to`, `.bfloat16()` and the like do, but leave in fp32 what has to stay
+        there.
 
         Updates of a selection bias are of the order 1e-3, which bf16 rounds away from a bias of 0.5.
         """

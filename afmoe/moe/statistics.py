@@ -1,7 +1,7 @@
 """How evenly the routers load their experts: counting, and the metrics of the counts.
 
-Nothing is counted unless asked for: `with count_routing(model): model(batch)` counts that forward and nothing else,
-so that neither validation nor generation nor the second forward of activation checkpointing is.
+Nothing is counted unless asked for: `with count_routing(model): model(batch)` counts that forward and nothing
+else, so that neither validation nor generation nor the second forward of activation checkpointing is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RoutingStatistics:
         self.counts_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         """Routed copies per expert, exact."""
         self.confidence_sum = torch.zeros((), dtype=torch.float32, device=device)
-        """Sum over tokens of (scores of the chosen experts / scores of all experts), before bias and scale."""
+        """Sum over tokens of (scores of the chosen experts / of all experts), before bias and scale."""
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class RoutingStatistics:
 
 @contextmanager
 def count_routing(model: torch.nn.Module) -> Iterator[None]:
-    """Count what the forward inside routes, in `block.statistics` of each MoE block, on top of what is there."""
+    """Count what the forward inside routes, on top of what `block.statistics` of each MoE block holds."""
     from afmoe.moe.block import moe_blocks
 
     blocks = list(moe_blocks(model))
@@ -68,7 +68,8 @@ def count_routing(model: torch.nn.Module) -> Iterator[None]:
 
 
 def max_violation(counts_E: Tensor) -> Tensor:
-    """Overload of the busiest expert: 0 is perfect balance, 1 is twice its share ("MaxVio", arXiv 2408.15664).
+    """Overload of the busiest expert: 0 is perfect balance, 1 is twice its share ("MaxVio", arXiv
+    2408.15664).
 
     Works on leading axes too; 0 where nothing was routed.
     """
@@ -78,7 +79,7 @@ def max_violation(counts_E: Tensor) -> Tensor:
 
 
 def load_entropy(counts_E: Tensor) -> Tensor:
-    """Entropy of the load over log E: 1 is perfect balance, 0 is one expert taking everything, or a single expert."""
+    """Entropy of the load over log E: 1 is perfect balance, 0 is one expert with all tokens."""
     counts_E = counts_E.double()
     shares_E = counts_E / counts_E.sum(-1, keepdim=True).clamp(min=1)
     num_experts = max(counts_E.shape[-1], 2)
