@@ -2,8 +2,9 @@
 
     python scripts/make_reverse_text_assets.py [--output afmoe/data/assets]
 
-The prose is that of `pydoc_data.topics`, so the result depends on the Python it runs on; the committed files are what
-counts, and `NOTICE` says which Python they come from. `chat_template.jinja` is written by hand and left alone.
+The prose is that of `pydoc_data.topics`, so the result depends on the Python it runs on; the committed files
+are what counts, and `NOTICE` says which Python they come from. `chat_template.jinja` is written by hand and
+left alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import platform
 import re
 import sysconfig
 from pathlib import Path
-
 from pydoc_data.topics import topics
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 ASSETS_DIRECTORY = Path(__file__).parent.parent / "afmoe" / "data" / "assets"
@@ -32,6 +33,14 @@ UNDERLINE = re.compile(r"\s*([*=\-^~])\1{2,}\s*")
 CODE = re.compile(r"::=|>>>|\.\.\. | = |[{}\\|]|==|\bdef |\bimport ")
 MIN_PARAGRAPH_LENGTH = 60
 
+SUMMARY = """\
+pydoc_topics.txt holds text of the Python documentation, from the module pydoc_data.topics of Python {version}.
+
+Summary of changes: headings, code, grammar, tables and repeated paragraphs were left out, each paragraph was
+joined to one line, and typographic quotes, dashes and ellipses were replaced by ASCII. The text is used
+under the licence below, which is reproduced as it asks.
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -44,7 +53,7 @@ def main() -> None:
 
 
 def topics_text() -> str:
-    """Every topic as a line `# name` and one line a paragraph; a paragraph stands under its first topic only."""
+    """Every topic as a line `# name` and one line a paragraph; a repeated paragraph stands once."""
     lines: list[str] = []
     seen: set[str] = set()
     for name in sorted(topics):
@@ -75,24 +84,19 @@ def prose(text: str) -> list[str]:
 
 
 def notice() -> str:
-    """What the Python licence asks of a derived work: its own text, the copyright, a summary of the changes."""
+    """What the Python licence asks of a derived work: its text, the copyright, a summary of the changes."""
     licence = Path(sysconfig.get_path("stdlib"), "LICENSE.txt").read_text(encoding="utf-8")
     title = "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2\n"
     start = licence.index(title + "-")
     end = licence.index("BEOPEN.COM LICENSE AGREEMENT", start)
-    return (
-        "pydoc_topics.txt holds text of the Python documentation, taken from the module pydoc_data.topics of\n"
-        f"Python {platform.python_version()}.\n\n"
-        "Summary of changes: headings, code, grammar, tables and repeated paragraphs were left out, each paragraph was\n"
-        "joined to one line, and typographic quotes, dashes and ellipses were replaced by ASCII. The text is used\n"
-        "under the licence below, which is reproduced as it asks.\n\n\n" + licence[start:end].rstrip() + "\n"
-    )
+    return f"{SUMMARY.format(version=platform.python_version())}\n\n{licence[start:end].rstrip()}\n"
 
 
 def byte_alphabet() -> list[str]:
     """The printable character by which byte-level tokenizers write each byte, in the order of the bytes.
 
-    Printable Latin-1 bytes stand for themselves, the others for the code points from 256 on (GPT-2's `encoder.py`).
+    Printable Latin-1 bytes stand for themselves, the others for the code points from 256 on (GPT-2's
+    `encoder.py`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

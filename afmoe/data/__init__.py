@@ -1,1 +1,1 @@
-"""From a data file to batches: sources of rows, chat rendering, packing, the plan of an epoch, the Lightning module."""
+"""From a data file to batches: sources, chat rendering, packing, the plan of an epoch, the data module."""

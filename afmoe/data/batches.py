@@ -22,8 +22,8 @@ NO_DOCUMENT = -1
 class StepLayout:
     """How the packs of one optimizer step are dealt to micro-batches and ranks.
 
-    Consecutive packs make a micro-batch, consecutive micro-batches go to the ranks in turn. So the packs of a step,
-    and of each micro-batch, are the same for every accumulation and world size with the same product.
+    Consecutive packs make a micro-batch, consecutive micro-batches go to the ranks in turn. So the packs of a
+    step, and of each micro-batch, are the same for every accumulation and world size with the same product.
     """
 
     batch_size: int
@@ -38,8 +38,8 @@ class StepLayout:
 class PackBatches(Dataset[Batch]):
     """The micro-batches of one rank in an epoch, by their number as the trainer counts them.
 
-    An epoch that is continued at `packs_consumed` begins with `batches_done`: the micro-batches that these packs make
-    in whole optimizer steps of this layout. Batches before that are counted and cannot be read.
+    An epoch that is continued at `packs_consumed` begins with `batches_done`: the micro-batches that these
+    packs make in whole optimizer steps of this layout. Batches before that are counted and cannot be read.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ def make_batch(
 ) -> Batch:
     """Packs as [B, S] tensors; S is `pack_length`, or the longest pack's.
 
-    Positions restart at 0 with every row; what is left of a pack is padding, a document of its own. Keys: `input_ids`,
-    `position_ids`, `labels` (-100: none), `document_ids` (the row's number in its split, -1: padding), all int64, and
-    `attention_mask` (bool, true on real tokens).
+    Positions restart at 0 with every row; what is left of a pack is padding, a document of its own. Keys:
+    `input_ids`, `position_ids`, `labels` (-100: none), `document_ids` (the row's number in its split, -1:
+    padding), all int64, and `attention_mask` (bool, true on real tokens).
     """
     if pack_length is None:
         pack_length = max(1, *(int(rows.lengths[pack].sum()) for pack in packs))
@@ -125,8 +125,8 @@ def make_batch(
 class PackLoader:
     """Iterates over the batches that are left of an epoch; its length is that of the whole epoch.
 
-    So Lightning wants it on resuming: it adds the batches done before to those that it fetches, and ends the epoch at
-    the length. Not a `DataLoader` itself: Lightning would swap its sampler.
+    So Lightning wants it on resuming: it adds the batches done before to those that it fetches, and ends the
+    epoch at the length. Not a `DataLoader` itself: Lightning would swap its sampler.
     """
 
     def __init__(self, batches: PackBatches, num_workers: int) -> None:
@@ -148,7 +148,7 @@ class PackLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: where the run stands is the datamodule's to say. Lightning asks for this before it trusts a resume."""
+        """Empty: the data module knows where the run stands. Lightning trusts a resume only with this."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A conversation as token ids, with a mask of what the assistant wrote, by the tokenizer's own chat template.
 
-The template marks the assistant's part with `{% generation %}`. Without the marks nothing could be trained, and
-transformers would hand back a mask of zeros, so such a template is refused.
+The template marks the assistant's part with `{% generation %}`. Without the marks nothing could be trained,
+and transformers would hand back a mask of zeros, so such a template is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (
-    "give data.chat_template=FILE, a copy of the template with {% generation %} before and {% endgeneration %} after "
-    "what the assistant writes, its end-of-turn token included"
+    "give data.chat_template=FILE, a copy of the template with {% generation %} before and {% endgeneration %}"
+    " after what the assistant writes, its end-of-turn token included"
 )
 SELF_TEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -37,10 +38,11 @@ class Rendered:
 
 
 class ChatRenderer:
-    """Renders rows with `tokenizer`. A `template_path` replaces the tokenizer's template, also for later exports.
+    """Renders rows with `tokenizer`. A `template_path` replaces the tokenizer's template, also for later
+    exports.
 
-    Raises `ConfigError` when the template is missing, has no generation marks, or leaves the end-of-turn token out of
-    them: a model trained so would never stop.
+    Raises `ConfigError` when the template is missing, has no generation marks, or leaves the end-of-turn
+    token out of them: a model trained so would never stop.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_path: str | None = None) -> None:
@@ -51,17 +53,19 @@ class ChatRenderer:
             raise ConfigError("the tokenizer has no chat template; give data.chat_template=FILE")
         if not GENERATION_MARK.search(tokenizer.chat_template):
             raise ConfigError(f"the chat template has no {{% generation %}} marks; {REMEDY}")
+        # Any: the declared types are those of all that it can return
+        self._apply_template: Any = tokenizer.apply_chat_template
         self._special_text, self._control_text = self._control_patterns()
         self.end_of_turn_id = self._trained_end_of_turn()
         if self.end_of_turn_id != tokenizer.eos_token_id:
             log.warning(
-                "the chat template ends a turn with %r, the tokenizer's stop token is %r: generation must know both",
+                "turns end with %r in the chat template, the tokenizer's stop token is %r: generation needs both",
                 tokenizer.convert_ids_to_tokens(self.end_of_turn_id),
                 tokenizer.eos_token,
             )
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | BadRow]:
-        """Each row as ids and mask, or what is wrong with it. Neighbours with the same tools are rendered in one go."""
+        """Each row as ids and mask, or what is wrong with it. Neighbours with equal tools share a call."""
         results: list[Rendered | BadRow] = []
         group: list[Row] = []
         for row in rows:
@@ -80,34 +84,30 @@ class ChatRenderer:
 
     def render_prompt(self, row: Row) -> list[int]:
         """Ids up to where the assistant's last turn begins to be written."""
-        return self.tokenizer.apply_chat_template(
-            row.messages[: last_assistant_turn(row)],
-            tools=row.tools,
-            add_generation_prompt=True,
-            return_dict=True,
-        )["input_ids"]  # pyright: ignore[reportReturnType, reportCallIssue, reportArgumentType]
+        prompt = row.messages[: last_assistant_turn(row)]
+        return self._apply_template(prompt, tools=row.tools, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
 
     def _render_group(self, rows: list[Row]) -> list[Rendered | BadRow]:
         if not rows:
             return []
         try:
-            batch = self.tokenizer.apply_chat_template(
+            batch = self._apply_template(
                 [row.messages for row in rows],
                 tools=rows[0].tools,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_attention_mask": False},
             )
         # a template refuses a conversation with TemplateError; the others come of filters on unexpected values
         except (TemplateError, TypeError, ValueError) as error:
             if len(rows) == 1:
                 return [BadRow("refused by the chat template", rows[0].origin, str(error))]
             return [result for row in rows for result in self._render_group([row])]
-        pairs = zip(batch["input_ids"], batch["assistant_masks"], strict=True)  # pyright: ignore
-        return [Rendered(ids, mask) for ids, mask in pairs]
+        return [Rendered(*pair) for pair in zip(batch["input_ids"], batch["assistant_masks"], strict=True)]
 
     def _control_patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Texts that would turn into control tokens: special tokens, and those plus the template's other markup."""
+        """What matches special tokens, and what matches those or the template's other markup."""
         added = [token for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         special = [token.content for token in added if token.special]
         markup = [token.content for token in added if token.content in self.tokenizer.chat_template]
@@ -141,8 +141,8 @@ class ChatRenderer:
         if written[-1] not in self.tokenizer.added_tokens_decoder:
             text = self.tokenizer.decode(written[-1:])
             raise ConfigError(
-                f"the chat template's {{% generation %}} marks end with {text!r}, not with an end-of-turn token, so the "
-                f"model would never learn to stop; {REMEDY}"
+                f"the chat template's {{% generation %}} marks end with {text!r}, no end-of-turn token, so "
+                f"the model would never learn to stop; {REMEDY}"
             )
         return written[-1]
 

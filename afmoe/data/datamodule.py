@@ -43,13 +43,14 @@ class Position:
 
 
 class AfmoeDataModule(LightningDataModule):
-    """Batches of packed conversations (keys and dtypes: `batches.make_batch`) of the source that `config` belongs to.
+    """Batches of packed conversations (keys and dtypes: `batches.make_batch`) of the source that `config`
+    belongs to.
 
-    Besides the tensors a training batch holds the plain ints `num_label_tokens` and `num_real_tokens` of its whole
-    optimizer step, over all ranks and micro-batches; a validation batch those of itself.
+    Besides the tensors a training batch holds the plain ints `num_label_tokens` and `num_real_tokens` of its
+    whole optimizer step, over all ranks and micro-batches; a validation batch those of itself.
 
-    For a trainer with `reload_dataloaders_every_n_epochs=1` and `use_distributed_sampler=False`; without one it is
-    rank 0 of 1 in epoch 0. `data.chat_template` is set on the tokenizer.
+    For a trainer with `reload_dataloaders_every_n_epochs=1` and `use_distributed_sampler=False`; without one
+    it is rank 0 of 1 in epoch 0. `data.chat_template` is set on the tokenizer.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class AfmoeDataModule(LightningDataModule):
 
     @property
     def report(self) -> dict[str, Any]:
-        """The content of `data_report.json`: the training split's figures, those of held-out rows in `validation`."""
+        """Content of `data_report.json`: figures of the training rows, and under `validation` of the others."""
         return self._reports["training"].to_dict() | {"validation": self._reports["validation"].to_dict()}
 
     @property
@@ -116,8 +117,7 @@ class AfmoeDataModule(LightningDataModule):
         epoch = self.trainer.current_epoch if self.trainer else 0
         consumed = self._resume_at.packs_consumed if epoch == self._resume_at.epoch else 0
         self._started_at = Position(epoch, consumed, self._global_step)
-        # overfitting means the same packs in every epoch
-        plan = self._epoch_plan(0 if self.trainer and self.trainer.overfit_batches else epoch)
+        plan = self._epoch_plan(epoch)
         return self._loader(self.train_split, plan, self.layout, packs_consumed=consumed)
 
     def val_dataloader(self) -> PackLoader | list[PackLoader]:
@@ -139,7 +139,10 @@ class AfmoeDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue where `state_dict` says, after `setup`. Raises `ConfigError` for another step size, unless allowed."""
+        """Continue where `state_dict` says, after `setup`.
+
+        Raises `ConfigError` for another number of packs per step, unless `data.allow_batch_change`.
+        """
         layout, stored = self.layout, state_dict["packs_per_step"]
         if stored != layout.packs_per_step and not self.config.allow_batch_change:
             raise ConfigError(
@@ -180,13 +183,13 @@ class AfmoeDataModule(LightningDataModule):
         return self._plan[1]
 
     def _loader(self, rows: TokenRows, plan: PackPlan, layout: StepLayout, **options: Any) -> PackLoader:
-        pad_token_id = self.tokenizer.pad_token_id
+        tokenizer: Any = self.tokenizer
         batches = PackBatches(
             rows,
             plan,
             layout,
             rank=self.trainer.global_rank if self.trainer else 0,
-            pad_token_id=self.tokenizer.eos_token_id if pad_token_id is None else pad_token_id,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             pack_length=self.config.sequence_length if self.config.packing else None,
             **options,
         )

@@ -65,7 +65,7 @@ def read_rows(paths: list[Path]) -> Iterator[Row | BadRow]:
 
 
 def _uniform_hash(row: Row) -> float:
-    """A number in [0, 1) that depends on the conversation alone, not on its file, line or spelling in JSON."""
+    """A number in [0, 1) that depends on the conversation alone, not on its file, line or JSON spelling."""
     text = json.dumps([row.messages, row.tools], sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest()) / 2**56
 

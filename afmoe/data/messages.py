@@ -54,7 +54,9 @@ def _read_message(message: Any) -> Message:
     role = checked.get("role")
     if role not in ROLES:
         raise RowError("unknown role", repr(role))
-    checked["content"] = _read_content(checked.get("content"))
+    if "content" not in checked and role != "assistant":
+        raise RowError("message without content", f"from {role}")
+    checked["content"] = _read_content(checked.get("content", ""))
     if "tool_calls" in checked:
         checked["tool_calls"] = [
             _read_tool_call(call) for call in _objects("tool_calls", checked["tool_calls"])
@@ -64,24 +66,22 @@ def _read_message(message: Any) -> Message:
             raise RowError(f"{key} is no text", f"a {type(checked[key]).__name__}")
     if role == "assistant" and not (checked["content"] or checked.get("tool_calls")):
         raise RowError("empty answer")
-    if "content" not in message and role != "assistant":
-        raise RowError("message without content", f"from {role}")
     return checked
 
 
 def _read_content(content: Any) -> str:
     """A text, or a list of parts that are texts, as one text."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RowError("content is no text", f"a {type(content).__name__}")
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    for part, text in zip(content, texts, strict=True):
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
-            kind = part.get("type", "object without text") if isinstance(part, dict) else type(part).__name__
+            kind = part.get("type", "without text") if isinstance(part, dict) else type(part).__name__
             raise RowError("content part is no text", str(kind))
+        texts.append(text)
     return "".join(texts)
 
 
@@ -90,12 +90,14 @@ def _read_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("tool call without a name")
     arguments = function.get("arguments")
+    if arguments in (None, ""):
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
             raise RowError("tool arguments are not JSON", str(error)) from error
-    if not isinstance(arguments := arguments or {}, dict):
+    if not isinstance(arguments, dict):
         raise RowError("tool arguments are no object", f"a {type(arguments).__name__}")
     rest = {
         key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")

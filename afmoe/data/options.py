@@ -1,4 +1,4 @@
-"""The options that every source of the group `data` has, and those of sources that read files. Needs no torch."""
+"""Options of every source of the group `data`, and of those that read files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DataConfig:
             raise ConfigError(f"data.chat_template={self.chat_template} is no file")
 
     def check_files(self) -> None:
-        """Raise `ConfigError` for a data file that is missing or not given; a source without files has nothing to do."""
+        """Raise `ConfigError` where a file must be given and is not; a source without files needs none."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class FileDataConfig(DataConfig):
     validation_files: Any = None
     """The same for held-out rows; absent: `validation_fraction` of the training files' rows."""
     validation_fraction: float = 0.05
-    """Share of rows held out where `validation_files` is absent, chosen by a hash of the row; 0 holds out none."""
+    """Share of rows held out where `validation_files` is absent, by a hash of the row; 0 holds out none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 
 def pack_best_fit(lengths: Iterable[int], capacity: int) -> list[list[int]]:
-    """Distribute items so that no pack exceeds `capacity`: the longest first, each where it leaves least room.
+    """Distribute items so that no pack exceeds `capacity`: the longest first, each where it leaves least
+    room.
 
-    Returns the numbers of the items in each pack. O(n log n) comparisons. Every length must be at most `capacity`.
+    Returns the numbers of the items in each pack. O(n log n) comparisons. Every length must be at most
+    `capacity`.
     """
     numbered = sorted(
         ((length, number) for number, length in enumerate(lengths)), key=lambda item: (-item[0], item[1])

@@ -1,6 +1,8 @@
-"""Which rows go into which pack in an epoch: a function of seed, epoch, lengths and pack length, and of nothing else.
+"""Which rows go into which pack in an epoch: a function of seed, epoch, lengths and pack length, and of
+nothing else.
 
-So any rank of any world computes the same plan, and how far a run has come is two numbers: (epoch, packs consumed).
+So any rank of any world computes the same plan, and how far a run has come is two numbers: (epoch, packs
+consumed).
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import numpy as np
 
 from afmoe.data.packing import pack_best_fit
 
-# packing looks at this many rows of the shuffled order at a time, so that equal lengths do not gather over an epoch
+# packing looks at this many rows of the shuffled order at a time, so that equal lengths do not gather over an
+# epoch
 WINDOW_ROWS = 1000
-# ... or, for short rows, at enough of them for this many packs: one badly filled pack a window then costs little
+# ... or, for short rows, at enough of them for this many packs: one badly filled pack a window then costs
+# little
 WINDOW_PACKS = 64
 
 

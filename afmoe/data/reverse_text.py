@@ -1,7 +1,7 @@
 """`data=reverse_text`: reverse a short piece of English, character by character.
 
-The text is prose of the Python documentation, shipped with the package. Whole topics are held out, and no held-out
-string occurs in training, so `val/reverse_exact` measures reversing and not remembering.
+The text is prose of the Python documentation, shipped with the package. Whole topics are held out, and no
+held-out string occurs in training, so `val/reverse_exact` measures reversing and not remembering.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ReverseText:
     def description(self) -> str:
         config = self.config
         return (
-            f"reverse_text: {config.num_train_rows:,} pieces of {config.min_length}-{config.max_length} characters of "
-            f"the Python documentation (embedded), {config.num_validation_rows:,} held out"
+            f"reverse_text: {config.num_train_rows:,} pieces of {config.min_length}-{config.max_length} "
+            f"characters of the Python documentation (embedded), {config.num_validation_rows:,} held out"
         )
 
     def train_rows(self) -> Iterator[Row]:
@@ -84,7 +84,7 @@ class ReverseText:
         return list(chosen.items())
 
     def _draw(self, is_held_out: bool, seed: str) -> Iterator[tuple[str, int]]:
-        """Endless pieces that start with a word and have no blank at their end, each with its line in the text."""
+        """Endless pieces that start with a word and end without a blank, each with its line in the text."""
         generator = random.Random(seed)
         starts = [
             (text, line, start)

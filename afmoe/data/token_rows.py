@@ -46,7 +46,7 @@ class TokenRows:
 def tokenize_rows(
     rows: Iterable[Row | BadRow], renderer: ChatRenderer, config: DataConfig, split: str
 ) -> tuple[TokenRows, SplitReport]:
-    """Render a source's rows, leaving the bad ones out by `config`'s rule. Raises `ConfigError` where it says stop."""
+    """Render a source's rows, the bad ones left out. Raises `ConfigError` where `config` says to stop."""
     report = SplitReport(split)
     ids, labels, lengths = array("i"), array("b"), array("q")
     for result in rendered(rows, renderer, config.sequence_length):

@@ -15,7 +15,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 def load_tokenizer(path: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, or the embedded one: 256 bytes (id = byte), control tokens, a ChatML template.
 
-    Code that comes with a tokenizer is never run. Raises `ConfigError` when there is none, or it has no stop token.
+    Code that comes with a tokenizer is never run. Raises `ConfigError` when there is none, or it has no stop
+    token.
     """
     if path is None:
         with as_file(files("afmoe.data") / "assets" / "byte_tokenizer") as directory:
