@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afmoe import registry
 from afmoe.attention.cache import KeyValueCache, LayerCache
 from afmoe.attention.layer import Attention
 from afmoe.attention.layout import SequenceLayout, sequence_layout
 from afmoe.config import SLIDING_ATTENTION, AfmoeConfig
 from afmoe.errors import ConfigError
 from afmoe.generation import Sampling, generate
-from afmoe.hardware import Hardware, detect_hardware
+from afmoe.hardware import Hardware
 from afmoe.layers import FeedForward, RMSNorm, RotaryEmbedding
 from afmoe.losses import next_token_targets, token_cross_entropy
+from afmoe.model_plugins import ModelPlugins
 from afmoe.moe.block import MoeBlock, moe_blocks
-from afmoe.moe.compute import check_compute
 from afmoe.moe.experts import Experts
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class CausalLMOutput:
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each between two norms (before, and after, inside the residual branch)."""
 
-    def __init__(self, config: AfmoeConfig, layer_index: int, plugins: Plugins) -> None:
+    def __init__(self, config: AfmoeConfig, layer_index: int, plugins: ModelPlugins) -> None:
         super().__init__()
 
         def norm() -> RMSNorm:
@@ -126,7 +125,7 @@ class AfmoeModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        plugins = Plugins(config, attention, compute, dispatch, hardware or detect_hardware())
+        plugins = ModelPlugins(config, attention, compute, dispatch, hardware)
         self.attention = plugins.attention
         self.rotary = RotaryEmbedding(config)
         # as in transformers, the row of `pad_token_id` is not trained through the embedding
@@ -185,13 +184,11 @@ class AfmoeModel(nn.Module):
         """Say once that positions lie beyond those that the model was made for."""
         # with explicit positions a long row may be a pack of short documents: to know would be to wait for
         # the device
-        if not has_positions and layout.num_keys > self.config.max_position_embeddings:
-            if not self._has_warned_of_length:
-                log.warning(
-                    "a sequence of %d tokens goes beyond max_position_embeddings=%d",
-                    layout.num_keys,
-                    self.config.max_position_embeddings,
-                )
+        limit = self.config.max_position_embeddings
+        if not has_positions and layout.num_keys > limit and not self._has_warned_of_length:
+            log.warning(
+                "a sequence of %d tokens goes beyond max_position_embeddings=%d", layout.num_keys, limit
+            )
             self._has_warned_of_length = True
 
     def _check_packing(self, layout: SequenceLayout) -> None:
@@ -223,34 +220,6 @@ class AfmoeModel(nn.Module):
         `router_init`.
         """
         _init_weights(self, self.config)
-
-
-class Plugins:
-    """The plugins of one model, checked against the hardware before any weight exists."""
-
-    def __init__(
-        self, config: AfmoeConfig, attention: Any, compute: Any, dispatch: Any, hardware: Hardware
-    ) -> None:
-        self.attention = registry.build(
-            registry.configure("attention", attention), window=config.sliding_window, hardware=hardware
-        )
-        self.dispatcher = registry.build(
-            registry.configure("moe/dispatch", dispatch), num_experts=config.num_experts
-        )
-        self._compute = registry.configure("moe/compute", compute)
-        self._hardware = hardware
-        self._sizes: dict[str, Any] = {
-            "num_experts": config.num_experts,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.moe_intermediate_size,
-            "activation": config.hidden_act,
-        }
-        plugin: Any = registry.plugin_of(self._compute)
-        check_compute(plugin, self._compute, hardware=hardware, **self._sizes)
-
-    def make_compute(self) -> Any:
-        """One a block: a plugin may keep a copy of its block's weights in another form."""
-        return registry.build(self._compute, hardware=self._hardware, **self._sizes)
 
 
 @torch.no_grad()
@@ -325,15 +294,14 @@ class AfmoeForCausalLM(nn.Module):
         )
         result = CausalLMOutput(router_logits=output.router_logits if output_router_logits else None)
         hidden_BSD = output.last_hidden_state
-        logits_BSV = None
-        if labels is not None:
-            targets_BS = next_token_targets(labels, output.layout)
-            logits_BSV = self.lm_head(hidden_BSD)
-            result.loss_sum, result.num_labels = token_cross_entropy(logits_BSV, targets_BS)
-            result.loss = result.loss_sum / result.num_labels.clamp(min=1)
         if labels is None:
             result.logits = self.lm_head(_kept(hidden_BSD, logits_to_keep))
-        elif return_logits and logits_BSV is not None:
+            return result
+        logits_BSV = self.lm_head(hidden_BSD)
+        targets_BS = next_token_targets(labels, output.layout)
+        result.loss_sum, result.num_labels = token_cross_entropy(logits_BSV, targets_BS)
+        result.loss = result.loss_sum / result.num_labels.clamp(min=1)
+        if return_logits:
             result.logits = _kept(logits_BSV, logits_to_keep)
         return result
 

@@ -11,14 +11,11 @@ from afmoe.moe.compute import ExpertCompute
 from afmoe.moe.dispatch import Dispatcher
 from afmoe.moe.experts import Experts
 from afmoe.moe.router import Router
-from afmoe.moe.statistics import RoutingStatistics
+from afmoe.moe.statistics import CountedModule
 
 
-class MoeBlock(nn.Module):
+class MoeBlock(CountedModule):
     """One layer's routed experts and its shared expert, which the layer hands in (None: it has none)."""
-
-    statistics: RoutingStatistics | None
-    """What `count_routing` has counted here; None before its first use."""
 
     def __init__(
         self,
@@ -35,8 +32,6 @@ class MoeBlock(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, compute)
         self.shared_expert = shared_expert
-        self.statistics = None
-        self._is_counting = False
 
     def forward(self, hidden_BSD: Tensor, token_mask_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The block's output [B, S, D] and the router's logits [B*S, E].
@@ -53,8 +48,7 @@ class MoeBlock(nn.Module):
         output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
         if self.shared_expert is not None:
             output_BSD = self.shared_expert(hidden_BSD) + output_BSD
-        if self._is_counting and self.statistics is not None:
-            self.statistics.add(routing, dispatched.counts_E, token_mask_T)
+        self.count(routing, dispatched.counts_E, token_mask_T)
         return output_BSD, routing.logits_TE
 
     def prepare_expert_input(self, tokens_TD: Tensor) -> Tensor:
@@ -68,19 +62,6 @@ class MoeBlock(nn.Module):
     @property
     def compute(self) -> ExpertCompute:
         return self.experts.compute
-
-    @property
-    def num_experts(self) -> int:
-        return self.router.gate.out_features
-
-    def start_counting(self) -> None:
-        device = self.router.gate.weight.device
-        if self.statistics is None or self.statistics.counts_E.device != device:
-            self.statistics = RoutingStatistics(self.num_experts, device)
-        self._is_counting = True
-
-    def stop_counting(self) -> None:
-        self._is_counting = False
 
 
 def moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from afmoe.moe.router import Routing
@@ -52,19 +52,35 @@ class RoutingStatistics:
         return self.confidence_sum / self.num_tokens.clamp(min=1)
 
 
-@contextmanager
-def count_routing(model: torch.nn.Module) -> Iterator[None]:
-    """Count what the forward inside routes, on top of what `block.statistics` of each MoE block holds."""
-    from afmoe.moe.block import moe_blocks
+class CountedModule(nn.Module):
+    """A module that routes, and counts while `count_routing` asks for it."""
 
-    blocks = list(moe_blocks(model))
-    for block in blocks:
-        block.start_counting()
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_counting = False
+        self.statistics: RoutingStatistics | None = None
+        """What was counted here; None before the first time."""
+
+    def count(self, routing: Routing, counts_E: Tensor, token_mask_T: Tensor | None) -> None:
+        """Add one routing to `statistics`, if it is asked for."""
+        if not self.is_counting:
+            return
+        if self.statistics is None or self.statistics.counts_E.device != counts_E.device:
+            self.statistics = RoutingStatistics(counts_E.shape[0], counts_E.device)
+        self.statistics.add(routing, counts_E, token_mask_T)
+
+
+@contextmanager
+def count_routing(model: nn.Module) -> Iterator[None]:
+    """Count what the forward inside routes, on top of what `block.statistics` of each MoE block holds."""
+    counted = [module for module in model.modules() if isinstance(module, CountedModule)]
+    for module in counted:
+        module.is_counting = True
     try:
         yield
     finally:
-        for block in blocks:
-            block.stop_counting()
+        for module in counted:
+            module.is_counting = False
 
 
 def max_violation(counts_E: Tensor) -> Tensor:
