@@ -24,8 +24,13 @@ from afmoe.errors import MachineError
 
 NEW, OLD, GONE = "new", "old", "gone"
 
-# what a full disk, a quota, a file-size limit, a read-only or a broken disk answer
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+# a full disk, a quota, a file-size limit; a forbidden, read-only or broken one; a file where a directory
+# should be
+_DISK_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO),
+    *(errno.ENOTDIR, errno.EEXIST),
+}
 
 
 @contextmanager

@@ -1,0 +1,146 @@
+"""Run checkpoints: what a killed run continues from, bit for bit.
+
+    checkpoints/step-000100/
+        model.safetensors    the model's tensors under their canonical names, `selection_bias` in fp32
+        training_state.pt    the rest of Lightning's checkpoint: optimizers, schedules, loops, callbacks, data
+        complete             written last: step, versions, sizes
+    checkpoints/last         the name of the newest whole one
+
+`training_state.pt` holds plain containers, tensors, numbers and strings, so it is read with
+`weights_only=True`: a checkpoint from elsewhere cannot run code. The rest of the directory's rules are in
+`directory.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from afmoe.checkpoint import tensor_file
+from afmoe.checkpoint.atomic import flush, new_directory
+from afmoe.checkpoint.directory import checkpoint_step, point_last, read_marker, write_marker
+from afmoe.errors import ConfigError
+
+STATE = "training_state.pt"
+_WEIGHTS = "state_dict"
+_RECORD = "weights_record"
+# the tensor that every model of ours has: what stands before its name is what wrappers added
+_ANCHOR = "model.embed_tokens.weight"
+
+
+def write_checkpoint(directory: Path | str, state: Mapping[str, Any]) -> None:
+    """Write Lightning's checkpoint dict as the directory `.../checkpoints/step-000100`, whole or not at all.
+
+    Raises `ConfigError` for a name without a step and for a value that is no plain data, with the path of
+    keys to it; `MachineError` when the disk refuses.
+    """
+    directory = Path(directory)
+    step = checkpoint_step(directory)
+    weights, record = _split_weights(state[_WEIGHTS])
+    rest = {key: value for key, value in state.items() if key != _WEIGHTS} | {_RECORD: record}
+    rest = plain(rest)
+    with new_directory(directory) as temporary:
+        tensor_file.write_tensors(temporary, weights)
+        _save_state(temporary / STATE, rest)
+        # the marker vouches for files that are on the disk, not in memory
+        flush(temporary)
+        write_marker(temporary, step, versions())
+    point_last(directory)
+
+
+def read_checkpoint(directory: Path | str) -> dict[str, Any]:
+    """Lightning's checkpoint dict as it was given to `write_checkpoint`, on the CPU."""
+    directory = Path(directory)
+    if read_marker(directory) is None:
+        raise ConfigError(
+            f"{directory} is no whole checkpoint: its marker `complete` is missing or does not fit the files"
+        )
+    state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+    record = state.pop(_RECORD)
+    reader = tensor_file.TensorReader(directory)
+    tensors = reader.read(reader.specs())
+    tensors |= {alias: tensors[name] for alias, name in record["aliases"].items()}
+    state[_WEIGHTS] = {record["prefix"] + name: tensor for name, tensor in tensors.items()} | record["others"]
+    return state
+
+
+def _split_weights(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The model's tensors by canonical name, and what else it takes to rebuild the module's state dict."""
+    anchor = next((key for key in state if key.endswith(_ANCHOR)), _ANCHOR)
+    prefix = anchor.removesuffix(_ANCHOR)
+    weights: dict[str, Tensor] = {}
+    record: dict[str, Any] = {"prefix": prefix, "aliases": {}, "others": {}}
+    names: dict[Any, str] = {}
+    for key, value in state.items():
+        if not key.startswith(prefix) or not isinstance(value, Tensor):
+            record["others"][key] = value
+            continue
+        name = key.removeprefix(prefix)
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        # tied weights are one tensor under two names, and are written once
+        if value.numel() and identity in names:
+            record["aliases"][name] = names[identity]
+        else:
+            names[identity] = name
+            weights[name] = value.detach()
+    return weights, record
+
+
+def plain(value: Any, path: str = "") -> Any:
+    """`value` with plain containers, tensors, numbers and strings only, which `weights_only=True` can read.
+
+    Subclasses become their plain kind (`OrderedDict` a dict, a named tuple a tuple, a numpy number a Python
+    one). Raises `ConfigError` for anything else, with the keys that lead to it.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is Tensor or isinstance(value, nn.Parameter):
+        value = value.detach()
+        # a view would be saved with all of the storage that it looks into
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+    if isinstance(value, Mapping):
+        return {_plain_key(key, path): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, np.generic):
+        return plain(value.item(), path)
+    if isinstance(value, (int, float, str)) and not isinstance(value, Enum):
+        base = next(kind for kind in (int, float, str) if isinstance(value, kind))
+        return base(value)
+    raise ConfigError(
+        f"checkpoint{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds only "
+        "plain containers, tensors, numbers and strings: convert it in the state_dict that gives it"
+    )
+
+
+def _plain_key(key: Any, path: str) -> Any:
+    key = plain(key, f"{path}.keys()")
+    if not isinstance(key, (bool, int, float, str, type(None))):
+        raise ConfigError(f"checkpoint{path} has the key {key!r}; keys are strings or numbers")
+    return key
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    packages = ("afmoe-recipe", "torch", "lightning")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def _save_state(path: Path, state: dict[str, Any]) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        # torch's archive writer hides the disk's answer behind a complaint about file positions
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
