@@ -34,7 +34,7 @@ CODE = re.compile(r"::=|>>>|\.\.\. | = |[{}\\|]|==|\bdef |\bimport ")
 MIN_PARAGRAPH_LENGTH = 60
 
 SUMMARY = """\
-pydoc_topics.txt holds text of the Python documentation, from the module pydoc_data.topics of Python {version}.
+pydoc_topics.txt holds text of the documentation of Python {version}, from its module pydoc_data.topics.
 
 Summary of changes: headings, code, grammar, tables and repeated paragraphs were left out, each paragraph was
 joined to one line, and typographic quotes, dashes and ellipses were replaced by ASCII. The text is used

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (
-    "give data.chat_template=FILE, a copy of the template with {% generation %} before and {% endgeneration %}"
-    " after what the assistant writes, its end-of-turn token included"
+    "give data.chat_template=FILE, a copy of the template with {% generation %} before what the assistant "
+    "writes and {% endgeneration %} after it, its end-of-turn token included"
 )
 SELF_TEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -38,8 +38,7 @@ class Rendered:
 
 
 class ChatRenderer:
-    """Renders rows with `tokenizer`. A `template_path` replaces the tokenizer's template, also for later
-    exports.
+    """Renders rows with `tokenizer`, whose template a `template_path` replaces, also for later exports.
 
     Raises `ConfigError` when the template is missing, has no generation marks, or leaves the end-of-turn
     token out of them: a model trained so would never stop.
@@ -59,7 +58,7 @@ class ChatRenderer:
         self.end_of_turn_id = self._trained_end_of_turn()
         if self.end_of_turn_id != tokenizer.eos_token_id:
             log.warning(
-                "turns end with %r in the chat template, the tokenizer's stop token is %r: generation needs both",
+                "the chat template ends a turn with %r, the tokenizer's stop token is %r: stop at both",
                 tokenizer.convert_ids_to_tokens(self.end_of_turn_id),
                 tokenizer.eos_token,
             )
@@ -85,9 +84,8 @@ class ChatRenderer:
     def render_prompt(self, row: Row) -> list[int]:
         """Ids up to where the assistant's last turn begins to be written."""
         prompt = row.messages[: last_assistant_turn(row)]
-        return self._apply_template(prompt, tools=row.tools, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        batch = self._apply_template(prompt, tools=row.tools, add_generation_prompt=True, return_dict=True)
+        return batch["input_ids"]
 
     def _render_group(self, rows: list[Row]) -> list[Rendered | BadRow]:
         if not rows:
@@ -99,7 +97,7 @@ class ChatRenderer:
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        # a template refuses a conversation with TemplateError; the others come of filters on unexpected values
+        # a template refuses a conversation by TemplateError; the others come of filters on unexpected values
         except (TemplateError, TypeError, ValueError) as error:
             if len(rows) == 1:
                 return [BadRow("refused by the chat template", rows[0].origin, str(error))]

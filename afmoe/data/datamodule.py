@@ -95,7 +95,7 @@ class AfmoeDataModule(LightningDataModule):
 
     @property
     def report(self) -> dict[str, Any]:
-        """Content of `data_report.json`: figures of the training rows, and under `validation` of the others."""
+        """Content of `data_report.json`: figures of the training rows, under `validation` of the others."""
         return self._reports["training"].to_dict() | {"validation": self._reports["validation"].to_dict()}
 
     @property
@@ -117,7 +117,9 @@ class AfmoeDataModule(LightningDataModule):
         epoch = self.trainer.current_epoch if self.trainer else 0
         consumed = self._resume_at.packs_consumed if epoch == self._resume_at.epoch else 0
         self._started_at = Position(epoch, consumed, self._global_step)
-        plan = self._epoch_plan(epoch)
+        trainer: Any = self.trainer
+        # overfitting means the same packs in every epoch
+        plan = self._epoch_plan(0 if trainer and trainer.overfit_batches else epoch)
         return self._loader(self.train_split, plan, self.layout, packs_consumed=consumed)
 
     def val_dataloader(self) -> PackLoader | list[PackLoader]:
