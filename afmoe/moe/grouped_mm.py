@@ -30,7 +30,7 @@ def gated_mlp(
     down_LDF: Tensor,
     activation: Activation,
 ) -> Tensor:
-    """(activation(x @ gate.T) * (x @ up.T)) @ down.T per expert, under the contract of `afmoe.moe.compute`."""
+    """(activation(x @ gate.T) * (x @ up.T)) @ down.T per expert. Contract: `afmoe.moe.compute`."""
     dtype = product_dtype(x_RD)
     x_RD, gate_LFD, up_LFD, down_LDF = (t.to(dtype) for t in (x_RD, gate_LFD, up_LFD, down_LDF))
     way = gated_mlp_by_grouped_mm if x_RD.is_cuda else gated_mlp_by_segments

@@ -1,0 +1,103 @@
+"""Quantize and restore in one step: each value becomes the nearest that an fp8 code of its block stands for.
+
+Bit for bit `dequantize(quantize(x))` of `afmoe.moe.quantization`, in fp32 and a few vectorized passes. The
+rounding is two additions: torch's own conversion from e4m3 is scalar code on a CPU. 4,096 x 128 values on two
+threads: 0.23 ms here, 1.2 ms through torch's conversions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afmoe.moe.grouped_mm import Segments
+from afmoe.moe.quantization import BLOCK_SIZE, block_scale
+
+CHUNK_ELEMENTS = 1 << 18
+"""Values worked on at a time, so that the passes over them stay in the cache (1 MiB in fp32)."""
+
+
+def round_to_blocks(x: Tensor, block_dims: tuple[int, ...], scales: str, out: Tensor) -> Tensor:
+    """Write the rounded values of x (fp32, already split into blocks, which span `block_dims`) to `out`."""
+    scratch = x.abs()
+    amax = scratch
+    # one dim at a time: a reduction over two dims at once is not vectorized
+    for dim in sorted(block_dims, reverse=True):
+        amax = amax.amax(dim, keepdim=True)
+    scale = block_scale(amax, scales)
+    torch.div(x, scale, out=out)
+    # 2^e <= |value| < 2^(e+1), from -6 on, where the subnormal codes begin
+    torch.bitwise_and(out.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
+    scratch.clamp_min_(2.0**-6)
+    # 1.5 * 2^20 * 2^e has a last bit worth 2^(e-3), the distance of two e4m3 codes: adding it rounds to that
+    out.add_(scratch, alpha=1.5 * 2**20).sub_(scratch, alpha=1.5 * 2**20)
+    return out.mul_(scale)
+
+
+def round_rows(x_RK: Tensor, scales: str) -> Tensor:
+    """fp32 values of x in 1 x 128 blocks."""
+    num_rows, size = x_RK.shape
+    block = min(BLOCK_SIZE, size)
+    padding = -size % block
+    out = torch.empty(num_rows, (size + padding) // block, block, device=x_RK.device)
+    for start, end in _chunks(num_rows, size):
+        blocks = F.pad(x_RK[start:end].float(), (0, padding)).unflatten(1, (-1, block))
+        round_to_blocks(blocks, (2,), scales, out[start:end])
+    return out.flatten(1)[:, :size]
+
+
+def round_weights(w_LNK: Tensor, scales: str) -> Tensor:
+    """fp32 values of the weights in 128 x 128 blocks."""
+    num_experts, num_rows, num_columns = w_LNK.shape
+    row_block, column_block = min(BLOCK_SIZE, num_rows), min(BLOCK_SIZE, num_columns)
+    padding = (0, -num_columns % column_block, 0, -num_rows % row_block)
+    out = torch.empty(num_experts, num_rows, num_columns, device=w_LNK.device)
+    for start, end in _chunks(num_experts, num_rows * num_columns):
+        padded = F.pad(w_LNK[start:end].float(), padding)
+        blocks = padded.unflatten(2, (-1, column_block)).unflatten(1, (-1, row_block))
+        rounded = round_to_blocks(blocks, (2, 4), scales, torch.empty_like(blocks))
+        out[start:end] = rounded.flatten(3).flatten(1, 2)[:, :num_rows, :num_columns]
+    return out
+
+
+def round_columns(x_RK: Tensor, blocks: ColumnBlocks, scales: str) -> Tensor:
+    """fp32 values of x in 128 x 1 blocks down each expert's rows, in the rows of `blocks`."""
+    size = x_RK.shape[1]
+    num_blocks = blocks.row_of_slot.shape[0] // BLOCK_SIZE
+    out = torch.empty(num_blocks, BLOCK_SIZE, size, device=x_RK.device)
+    for start, end in _chunks(num_blocks, BLOCK_SIZE * size):
+        slots = blocks.row_of_slot[start * BLOCK_SIZE : end * BLOCK_SIZE]
+        rows = x_RK.index_select(0, slots).float().unflatten(0, (-1, BLOCK_SIZE))
+        round_to_blocks(rows, (1,), scales, out[start:end])
+    return out.flatten(0, 1)
+
+
+def _chunks(count: int, size: int) -> itertools.pairwise[tuple[int, int]]:
+    """Borders of runs of items of `size` values each, about `CHUNK_ELEMENTS` a run."""
+    step = max(1, CHUNK_ELEMENTS // size)
+    return itertools.pairwise([*range(0, count, step), count])
+
+
+@dataclass(frozen=True)
+class ColumnBlocks:
+    """Each expert's rows, given whole blocks of 128 slots."""
+
+    row_of_slot: Tensor
+    segments: list[tuple[int, int, int]]
+    """(expert, first slot, slot after its last row) of each expert that has rows."""
+
+    @classmethod
+    def of(cls, segments: Segments, device: torch.device) -> ColumnBlocks:
+        rows, slots, first = [], [], 0
+        for e, start, end in segments.busy:
+            padded = -(-(end - start) // BLOCK_SIZE) * BLOCK_SIZE
+            # slots past the last row repeat it: that changes no block's maximum, and no product reads them
+            rows.append(torch.arange(start, start + padded).clamp_(max=end - 1))
+            slots.append((e, first, first + end - start))
+            first += padded
+        row_of_slot = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        return cls(row_of_slot.to(device), slots)
