@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class TokenRows:
         """Trainable tokens of each row."""
         labels_before = np.concatenate([[0], np.cumsum(self.is_label, dtype=np.int64)])
         return np.diff(labels_before[self.offsets])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of tokens, labels and borders: equal for equal data, whatever files it came from."""
+        digest = hashlib.sha256()
+        for part in (self.input_ids, self.is_label, self.offsets):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
 
 
 def tokenize_rows(

@@ -22,9 +22,13 @@ def load_tokenizer(path: str | None = None) -> PreTrainedTokenizerBase:
         with as_file(files("afmoe.data") / "assets" / "byte_tokenizer") as directory:
             return _load(str(directory))
     directory = Path(path).expanduser()
-    if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if directory.is_dir() and not has_tokenizer(directory):
         raise ConfigError(f"no tokenizer in {directory}: it holds none of {', '.join(TOKENIZER_FILES)}")
     return _load(str(directory) if directory.is_dir() else path)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _load(path: str) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from afmoe.registry import register
 
@@ -29,3 +30,12 @@ class Tensorboard:
                 default_hp_metric=False,
                 purge_step=first_step or None,
             )
+
+
+def experiment(trainer: Any) -> Any | None:
+    """TensorBoard's `SummaryWriter` of this trainer, for images and text; None on other ranks or without one."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    if trainer.is_global_zero and isinstance(trainer.logger, TensorBoardLogger):
+        return trainer.logger.experiment
+    return None

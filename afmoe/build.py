@@ -1,0 +1,190 @@
+"""From the typed config to the objects of a run: tokenizer, data, model, module, trainer.
+
+Each function makes one of them and checks what it was asked for before it does anything slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, RichProgressBar
+from transformers import PreTrainedTokenizerBase
+
+from afmoe.checkpoint.config_file import read_config
+from afmoe.checkpoint.lightning_io import RunCheckpointIO
+from afmoe.checkpoint.pretrained import load_pretrained, resolve_pretrained
+from afmoe.checkpoint.vocabulary import resize_vocabulary
+from afmoe.config import AfmoeConfig, ModelConfig, RunConfig
+from afmoe.data.datamodule import AfmoeDataModule
+from afmoe.data.tokenizer import has_tokenizer, load_tokenizer
+from afmoe.errors import ConfigError, MachineError
+from afmoe.hardware import Hardware
+from afmoe.model import AfmoeForCausalLM
+from afmoe.module import AfmoeModule
+from afmoe.registry import build, configure
+from afmoe.run import Run
+
+log = logging.getLogger(__name__)
+
+# fp32 weight, gradient and AdamW's two averages
+_BYTES_PER_TRAINED_PARAMETER = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """What the model is: its config, and the directory of its trained weights (None: drawn anew)."""
+
+    config: AfmoeConfig
+    directory: Path | None
+
+
+def make_tokenizer(config: RunConfig, pretrained: Path | None) -> PreTrainedTokenizerBase:
+    """`tokenizer.path`, else the one beside the trained weights, else the embedded byte tokenizer."""
+    if config.tokenizer.path is None and pretrained is not None:
+        if not has_tokenizer(pretrained):
+            raise ConfigError(f"model.pretrained={pretrained} holds no tokenizer; set tokenizer.path")
+        return load_tokenizer(str(pretrained))
+    return load_tokenizer(config.tokenizer.path)
+
+
+def find_pretrained(config: ModelConfig) -> Path | None:
+    return None if config.pretrained is None else resolve_pretrained(config.pretrained, config.revision)
+
+
+def model_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pretrained: Path | None) -> ModelSource:
+    """The model's config: the checkpoint's, or the preset's with the tokenizer's vocabulary and special tokens.
+
+    Raises `ConfigError` where a field that the person set contradicts the checkpoint, and where the tokenizer has
+    more tokens than the vocabulary.
+    """
+    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(AfmoeConfig)}
+    num_tokens = len(tokenizer)
+    if pretrained is not None:
+        stored = read_config(pretrained)
+        for name in config.model.explicit:
+            if fields[name] != getattr(stored, name):
+                raise ConfigError(
+                    f"model.{name}={fields[name]} contradicts {pretrained / 'config.json'}, which has "
+                    f"{getattr(stored, name)}; take the override away, or train without model.pretrained"
+                )
+        if num_tokens > stored.vocab_size and not config.tokenizer.resize:
+            raise ConfigError(
+                f"the tokenizer has {num_tokens} tokens, the checkpoint's vocab_size is {stored.vocab_size}; use the "
+                "checkpoint's own tokenizer, or tokenizer.resize=true to grow embedding and head"
+            )
+        return ModelSource(stored, pretrained)
+    if "vocab_size" not in config.model.explicit:
+        fields["vocab_size"] = num_tokens
+    elif fields["vocab_size"] < num_tokens:
+        raise ConfigError(
+            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer, which has {num_tokens} tokens; "
+            "leave it out to follow the tokenizer"
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in config.model.explicit:
+            fields[name] = getattr(tokenizer, name)
+    return ModelSource(AfmoeConfig(**fields), None)
+
+
+def make_model(
+    config: RunConfig,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    hardware: Hardware,
+    *,
+    weights_follow: bool = False,
+) -> AfmoeForCausalLM:
+    """The model with its weights, drawn anew or read.
+
+    `weights_follow`: a run checkpoint will fill them in, so that trained weights need not be read.
+    """
+    plugins: dict[str, Any] = {
+        "attention": config.attention,
+        "compute": config.moe.compute,
+        "dispatch": config.moe.dispatch,
+        "hardware": hardware,
+    }
+    _refuse_too_large(source.config, plugins, hardware)
+    if source.directory is None or weights_follow:
+        model = AfmoeForCausalLM(source.config, **plugins)
+    else:
+        model = load_pretrained(source.directory, **plugins)
+    if len(tokenizer) > model.config.vocab_size:
+        log.info(resize_vocabulary(model, len(tokenizer)))
+    return model
+
+
+def meta_model(source: ModelSource, plugins: dict[str, Any]) -> AfmoeForCausalLM:
+    """The model without memory, to count and to check."""
+    with torch.device("meta"):
+        return AfmoeForCausalLM(source.config, **plugins)
+
+
+def _refuse_too_large(config: AfmoeConfig, plugins: dict[str, Any], hardware: Hardware) -> None:
+    parameters = meta_model(ModelSource(config, None), plugins).num_parameters()
+    needed_gib = parameters * _BYTES_PER_TRAINED_PARAMETER / 2**30
+    available_gib = hardware.memory_gib * hardware.num_devices
+    if needed_gib > available_gib:
+        raise MachineError(
+            f"training {parameters / 1e9:.2f} billion parameters needs at least {needed_gib:.0f} GiB (weights, "
+            f"gradients, optimizer states in fp32), this machine has {available_gib:.0f} GiB; choose "
+            "model=afmoe_mini, or shrink the model, e.g. model.num_hidden_layers=4"
+        )
+
+
+def make_module(config: RunConfig, model: AfmoeForCausalLM, data: AfmoeDataModule) -> AfmoeModule:
+    return AfmoeModule(
+        model,
+        optim=build(configure("optim", config.optim)),
+        scheduler=build(configure("scheduler", config.scheduler)),
+        seed=config.seed,
+        exact_match_metric=data.source.exact_match_metric,
+    )
+
+
+def make_callbacks(config: RunConfig, run: Run, data: AfmoeDataModule, standing: list[Callback]) -> list[Callback]:
+    """The chosen callbacks, then those of every run. `standing` are the caller's own among the latter."""
+    from callbacks.initial_validation import InitialValidation
+    from callbacks.save_checkpoints import SaveCheckpoints
+    from callbacks.text_samples import TextSamples
+    from callbacks.time_estimate import TimeEstimate
+
+    callbacks = [build(configure("callbacks", section)) for section in config.callbacks.values()]
+    callbacks += standing
+    if config.logger.get("enabled", True):
+        callbacks.append(LearningRateMonitor(logging_interval="step"))
+        if config.samples.count:
+            callbacks.append(TextSamples(data, config.samples.count, config.samples.max_new_tokens))
+    if config.trainer.enable_progress_bar:
+        callbacks.append(RichProgressBar(refresh_rate=config.trainer.log_every_n_steps))
+    callbacks += [TimeEstimate(), InitialValidation()]
+    if config.checkpoint.every_n_steps:
+        callbacks.append(SaveCheckpoints(run.directory, config.checkpoint.every_n_steps, config.checkpoint.keep_last))
+    return callbacks
+
+
+def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.Trainer:
+    settings = dataclasses.asdict(config.trainer)
+    strategy = build(configure("trainer/strategy", settings.pop("strategy"))).strategy
+    logger = build(configure("logger", config.logger), directory=run.directory, first_step=run.resume_step).logger
+    if logger is not None and settings["log_every_n_steps"] > settings["max_steps"] > 0:
+        # a run shorter than the interval would leave an empty log
+        settings["log_every_n_steps"] = settings["max_steps"]
+    return pl.Trainer(
+        **settings,
+        strategy=strategy,
+        logger=logger or False,
+        callbacks=callbacks,
+        plugins=[RunCheckpointIO()],
+        default_root_dir=run.directory,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=bool(config.checkpoint.every_n_steps),
+        enable_model_summary=False,
+    )

@@ -1,0 +1,94 @@
+"""The files of a run beside its checkpoints: `run.json` and `data_report.json` at the start, `metrics.json` and
+`export/` at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import lightning.pytorch as pl
+from transformers import PreTrainedTokenizerBase
+
+from afmoe.checkpoint.atomic import write_text
+from afmoe.checkpoint.export import export_run
+from afmoe.config import RunConfig
+from afmoe.data.datamodule import AfmoeDataModule
+from afmoe.module import AfmoeModule
+from afmoe.run import Run, command_line
+from callbacks.run_metrics import RunMetrics, write_metrics
+
+_PACKAGES = ("torch", "lightning", "transformers", "hydra-core", "omegaconf", "safetensors", "numpy", "afmoe-recipe")
+
+
+def record_start(config: RunConfig, run: Run, data: AfmoeDataModule, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write `data_report.json` and `run.json`: command line, versions, and hashes of what the result depends on."""
+    if not run.is_main:
+        return
+    write_text(run.directory / "data_report.json", json.dumps(data.report, indent=2) + "\n")
+    config_text = (run.directory / "config.yaml").read_text(encoding="utf-8")
+    record = {
+        "command": command_line(),
+        "resumed_from": None if run.resume_from is None else str(run.resume_from),
+        "resumed_at_step": run.resume_step,
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "hashes": {
+            "config": _sha256(config_text.encode()),
+            "training_data": data.train_split.fingerprint,
+            "validation_data": data.validation_split.fingerprint,
+            "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str().encode()),
+        },
+    }
+    write_text(run.directory / "run.json", json.dumps(record, indent=2) + "\n")
+
+
+@contextmanager
+def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterator[None]:
+    """Leave a `metrics.json` that says so when training ends with an error or a signal."""
+    write_status = run.is_main and trainer.world_size == 1
+    try:
+        yield
+    except BaseException as error:
+        if write_status:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+            write_metrics(run.directory / "metrics.json", trainer, metrics, status)
+        raise
+
+
+def finish(
+    config: RunConfig,
+    run: Run,
+    trainer: pl.Trainer,
+    module: AfmoeModule,
+    data: AfmoeDataModule,
+    metrics: RunMetrics,
+) -> dict[str, Any]:
+    """Validate the last weights, export them, write `metrics.json`; returns what it holds.
+
+    `metrics.json` comes last: `finished` means that everything else is there.
+    """
+    if metrics.validated_step != trainer.global_step and len(data.validation_split):
+        trainer.validate(module, data, verbose=False)
+    if config.export.enabled and trainer.is_global_zero:
+        export_run(module.model, data.tokenizer, run.directory / "export", layout=config.export.layout)
+    values = write_metrics(run.directory / "metrics.json", trainer, metrics, "finished")
+    if trainer.logger is not None:
+        trainer.logger.finalize("success")
+    return values
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,181 @@
+"""One training step, one validation step: the LightningModule between the data and the optimizer.
+
+A step's loss is the mean over the counted labels of the whole optimizer step, all micro-batches and ranks: each
+batch carries that number (`num_label_tokens`), so no communication is needed and packs with few labels weigh little.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from afmoe.errors import ConfigError
+from afmoe.losses import IGNORED
+from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
+from afmoe.moe.statistics import count_routing
+
+Batch = dict[str, Any]
+
+
+class AfmoeModule(pl.LightningModule):
+    """Trains an `AfmoeForCausalLM` on batches of `AfmoeDataModule`."""
+
+    def __init__(
+        self,
+        model: AfmoeForCausalLM,
+        *,
+        optim: Any,
+        scheduler: Any,
+        seed: int,
+        exact_match_metric: str | None = None,
+    ) -> None:
+        """`optim` and `scheduler` are built plugins. `exact_match_metric`: name under which the share of documents
+        with every label predicted right is logged at validation; None: not logged.
+        """
+        super().__init__()
+        self.model = model
+        self.optim = optim
+        self.scheduler = scheduler
+        self.run_seed = seed
+        self.exact_match_metric = exact_match_metric
+        self.step_loss: Tensor | None = None
+        """This rank's share of the running optimizer step's loss; complete at the step's last micro-batch."""
+        self.gradient_norm: Tensor | None = None
+        """Global norm before clipping, of the last optimizer step."""
+        self.validation = nn.ModuleDict(
+            {name: SumMetric() for name in ("loss_sum", "labels", "right_labels", "documents", "right_documents")}
+        )
+
+    # --- training ---
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.step_loss = None
+            for block in iter_moe_blocks(self.model):
+                if block.statistics is not None:
+                    block.statistics.reset()
+        # one seed a micro-batch and rank: dropout then needs no generator state to be carried over a restart
+        micro_batch = self.global_step * self.trainer.accumulate_grad_batches
+        micro_batch += batch_idx % self.trainer.accumulate_grad_batches
+        torch.manual_seed((self.run_seed * 1_000_003 + micro_batch) * 65_537 + self.global_rank)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with count_routing(self.model):
+            output = self.model(
+                batch["input_ids"],
+                batch["position_ids"],
+                batch["labels"],
+                attention_mask=batch["attention_mask"],
+            )
+        share = output.loss_sum / max(batch["num_label_tokens"], 1)
+        self.step_loss = share.detach() if self.step_loss is None else self.step_loss + share.detach()
+        # Lightning divides by the micro-batches, data parallelism by the ranks; the share is already a part of the sum
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def is_step_end(self, batch_idx: int) -> bool:
+        """Whether this micro-batch is the last one of its optimizer step."""
+        return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        limit = self.optim.config.gradient_clip
+        # with an infinite limit the gradients stay as they are and the norm is still known
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(
+            (parameter for parameter in self.parameters() if parameter.grad is not None),
+            math.inf if limit is None else limit,
+        )
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.model.on_weights_updated()
+
+    def configure_optimizers(self) -> Any:
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            raise ConfigError(
+                f"scheduler={self.scheduler.name} needs the length of the run; set trainer.max_steps or "
+                "trainer.max_epochs"
+            )
+        optimizer = self.optim.optimizer(self.model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.scheduler.factor(int(steps)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"}}
+
+    # --- validation ---
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        output = self.model(
+            batch["input_ids"],
+            batch["position_ids"],
+            batch["labels"],
+            attention_mask=batch["attention_mask"],
+            return_logits=True,
+        )
+        self.validation["loss_sum"].update(output.loss_sum)
+        self.validation["labels"].update(output.num_labels)
+        labels_BS = batch["labels"][:, 1:]
+        counted_BS = labels_BS != IGNORED
+        right_BS = output.logits[:, :-1].argmax(-1) == labels_BS
+        self.validation["right_labels"].update((right_BS & counted_BS).sum())
+        documents, right_documents = exact_documents(right_BS, counted_BS, batch["document_ids"][:, 1:])
+        self.validation["documents"].update(documents)
+        self.validation["right_documents"].update(right_documents)
+
+    def on_validation_epoch_end(self) -> None:
+        total = {name: metric.compute() for name, metric in self.validation.items()}
+        for metric in self.validation.values():
+            metric.reset()
+        loss = total["loss_sum"] / total["labels"]
+        values = {
+            "val/loss": loss,
+            "val/perplexity": loss.exp(),
+            "val/token_accuracy": total["right_labels"] / total["labels"],
+        }
+        if self.exact_match_metric is not None:
+            values[self.exact_match_metric] = total["right_documents"] / total["documents"]
+        self.log_dict(values)
+
+    # --- checkpoints ---
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.model.on_weights_updated()
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        if datamodule is not None and "loops" in checkpoint:
+            _recount_batches(checkpoint["loops"]["fit_loop"], datamodule.batches_done)
+
+
+def _recount_batches(fit_loop: dict[str, Any], batches_done: int) -> None:
+    """Count Lightning's progress in an epoch in this run's micro-batches, not in those of the run that saved it."""
+    progress = fit_loop["epoch_loop.batch_progress"]
+    change = batches_done - progress["current"]["ready"]
+    if change:
+        for counts in (progress["current"], progress["total"]):
+            for name in counts:
+                counts[name] += change
+
+
+def exact_documents(right_BS: Tensor, counted_BS: Tensor, document_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of documents that have counted labels, and of those with every counted label predicted right.
+
+    `document_ids_BS` tells documents apart, -1 is padding. Nothing here depends on the data's shape, so a GPU is
+    not waited for.
+    """
+    ids_N, counted_N, right_N = document_ids_BS.flatten(), counted_BS.flatten(), right_BS.flatten()
+    # documents in the batch by rank: sorting brings a document's tokens together whatever its number is
+    ids_N, order_N = ids_N.sort(stable=True)
+    first_N = torch.ones_like(ids_N, dtype=torch.bool)
+    first_N[1:] = ids_N[1:] != ids_N[:-1]
+    slot_N = first_N.cumsum(0) - 1
+    counted_N, right_N = counted_N[order_N] & (ids_N >= 0), right_N[order_N]
+    zeros_N = torch.zeros_like(slot_N)
+    labels_N = zeros_N.scatter_add(0, slot_N, counted_N.long())
+    wrong_N = zeros_N.scatter_add(0, slot_N, (counted_N & ~right_N).long())
+    return (labels_N > 0).sum(), ((labels_N > 0) & (wrong_N == 0)).sum()

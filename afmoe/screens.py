@@ -1,0 +1,119 @@
+"""What a person sees: the first screen, the plan of a dry run, the last screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from afmoe.build import ModelSource, meta_model
+from afmoe.config import RunConfig
+from afmoe.data.datamodule import AfmoeDataModule
+from afmoe.hardware import Hardware
+from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
+from afmoe.run import Run
+
+
+@rank_zero_only
+def show_start(
+    config: RunConfig,
+    run: Run,
+    model: AfmoeForCausalLM,
+    data: AfmoeDataModule,
+    hardware: Hardware,
+    trainer: pl.Trainer,
+) -> None:
+    """Device, model, data, length, where the run lies and how to watch it."""
+    rows = _rows(config, model, data, hardware)
+    rows["run"] = f"{_short(run.directory)}" + (f", continued at step {run.resume_step}" if run.resume_step else "")
+    if trainer.logger is not None:
+        rows["watch"] = f"tensorboard --logdir {_short(run.directory / 'tensorboard')}"
+    _show(f"{config.run_name}", rows)
+
+
+@rank_zero_only
+def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, hardware: Hardware) -> None:
+    """What a run would do: the model on the meta device, one batch read."""
+    plugins = {
+        "attention": config.attention,
+        "compute": config.moe.compute,
+        "dispatch": config.moe.dispatch,
+        "hardware": hardware,
+    }
+    rows = _rows(config, meta_model(source, plugins), data, hardware)
+    batch = next(iter(data.train_dataloader()))
+    shape = "x".join(str(size) for size in batch["input_ids"].shape)
+    rows["first batch"] = (
+        f"{shape} tokens, {int(batch['attention_mask'].sum()):,} real; "
+        f"{batch['num_label_tokens']:,} labels in the optimizer step"
+    )
+    _show(f"{config.run_name} (dry run: nothing was trained)", rows)
+
+
+@rank_zero_only
+def show_end(run: Run, trainer: pl.Trainer, values: dict[str, Any]) -> None:
+    """The held-out figures and where everything lies."""
+    rows = {name: f"{value:.4f}" for name, value in values.items() if name.startswith("val/")}
+    if values["train/loss"] is not None:
+        rows["train/loss"] = f"{values['train/loss']:.4f} (mean of the last 20 steps)"
+    if values["train/tokens_per_second"] is not None:
+        rows["throughput"] = (
+            f"{values['train/tokens_per_second']:,.0f} real tokens per second, {values['train/tokens']:,} in all"
+        )
+    for name in ("export", "checkpoints", "metrics.json", "tensorboard"):
+        if (run.directory / name).exists():
+            rows[name] = _short(run.directory / name)
+    _show(f"finished at step {values['train/steps']}", rows)
+
+
+def _rows(
+    config: RunConfig, model: AfmoeForCausalLM, data: AfmoeDataModule, hardware: Hardware
+) -> dict[str, str]:
+    model_config = model.config
+    blocks = list(iter_moe_blocks(model))
+    rows = {
+        "device": f"{hardware.device_type} {hardware.name}, {config.trainer.precision}",
+        "model": (
+            f"{_count(model.num_parameters())} parameters, {_count(model.num_parameters(active=True))} active per "
+            f"token; {model_config.num_hidden_layers} layers, {len(blocks)} with {model_config.num_experts} experts, "
+            f"top-{model_config.num_experts_per_tok}"
+        ),
+        "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch" if blocks else "none",
+        "attention": config.attention["name"],
+        "data": data.source.description,
+    }
+    report = data.report
+    dropped = sum(reason["count"] for reason in report["dropped"].values())
+    rows["rows"] = (
+        f"{report['used']:,} for training ({report['tokens']:,} tokens, {report['trainable_tokens']:,} learned), "
+        f"{report['validation']['used']:,} held out" + (f"; {dropped:,} dropped, see data_report.json" if dropped else "")
+    )
+    length = config.trainer
+    steps = f"{length.max_steps:,} steps" if length.max_steps > 0 else f"{length.max_epochs} epochs"
+    packs = data.layout.packs_per_step
+    rows["length"] = f"{steps} of {packs} packs of up to {data.config.sequence_length} tokens"
+    return rows
+
+
+def _show(title: str, rows: dict[str, str]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3f}{unit}"
+    return str(number)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,56 @@
+"""What the model answers to held-out prompts, as text in TensorBoard."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from afmoe.data.datamodule import AfmoeDataModule, Sample
+from afmoe.logger.tensorboard import experiment
+
+
+class TextSamples(Callback):
+    """Answers the first held-out prompts greedily at each validation and writes prompt, target and output."""
+
+    def __init__(self, data: AfmoeDataModule, count: int, max_new_tokens: int) -> None:
+        self.data = data
+        self.count = count
+        self.max_new_tokens = max_new_tokens
+        self._samples: list[Sample] | None = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._samples is None:
+            self._samples = self.data.samples(self.count)
+        if not self._samples:
+            return
+        # every rank generates: experts may live on all of them
+        outputs = self._answers(pl_module, self._samples)
+        writer = experiment(trainer)
+        if writer is not None:
+            rows = [
+                f"| {_cell(self.data.tokenizer.decode(sample.prompt_ids))} | {_cell(sample.target)} | {_cell(output)} |"
+                for sample, output in zip(self._samples, outputs, strict=True)
+            ]
+            table = "\n".join(["| prompt | target | output |", "| --- | --- | --- |", *rows])
+            writer.add_text("samples", table, trainer.global_step)
+
+    def _answers(self, module: LightningModule, samples: list[Sample]) -> list[str]:
+        tokenizer = self.data.tokenizer
+        length = max(len(sample.prompt_ids) for sample in samples)
+        fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        ids = [[fill] * (length - len(sample.prompt_ids)) + sample.prompt_ids for sample in samples]
+        mask = [[0] * (length - len(sample.prompt_ids)) + [1] * len(sample.prompt_ids) for sample in samples]
+        new_BS = module.model.generate(
+            torch.tensor(ids, device=module.device),
+            self.max_new_tokens,
+            attention_mask=torch.tensor(mask, device=module.device),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=fill,
+        )[:, length:]
+        return tokenizer.batch_decode(new_BS, skip_special_tokens=True)
+
+
+def _cell(text: str) -> str:
+    """Text that stays inside its cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") or " "

@@ -1,0 +1,64 @@
+"""Supervised fine-tuning of an AFMoE model: `python recipes/sft.py model=afmoe_mini moe/compute=fp8`.
+
+`--help` lists every group and field. Options are checked before torch is loaded, so a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+from afmoe.compose import recipe
+from afmoe.config import RunConfig
+from afmoe.registry import configure
+from afmoe.run import Run, open_run
+
+
+@recipe(config_name="sft")
+def main(config: RunConfig) -> float | None:
+    """One run, from the config to `export/`. Returns the held-out loss, for sweeps."""
+    configure("data", config.data).check_files()
+    with open_run(config) as run:
+        return None if run.finished else train(config, run)
+
+
+def train(config: RunConfig, run: Run) -> float | None:
+    """Read the data, build the model, train, validate, export."""
+    import lightning.pytorch as pl
+
+    from afmoe import build, finish, screens
+    from afmoe.data.datamodule import AfmoeDataModule
+    from afmoe.hardware import detect_hardware
+    from callbacks.run_metrics import RunMetrics
+
+    pl.seed_everything(config.seed, verbose=False)
+    hardware = detect_hardware(config.trainer.accelerator)
+
+    pretrained = build.find_pretrained(config.model)
+    tokenizer = build.make_tokenizer(config, pretrained)
+    source = build.model_source(config, tokenizer, pretrained)
+
+    data = AfmoeDataModule(
+        configure("data", config.data),
+        tokenizer,
+        seed=config.seed,
+        accumulate=config.trainer.accumulate_grad_batches,
+    )
+    data.setup()
+    if config.dry_run:
+        screens.show_plan(config, source, data, hardware)
+        return None
+
+    model = build.make_model(config, source, tokenizer, hardware, weights_follow=run.resume_from is not None)
+    module = build.make_module(config, model, data)
+    metrics = RunMetrics()
+    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, [metrics]))
+    finish.record_start(config, run, data, tokenizer)
+    screens.show_start(config, run, model, data, hardware, trainer)
+
+    with finish.stopped_early(run, trainer, metrics):
+        trainer.fit(module, data, ckpt_path=run.resume_from)
+    values = finish.finish(config, run, trainer, module, data, metrics)
+    screens.show_end(run, trainer, values)
+    return values.get("val/loss")
+
+
+if __name__ == "__main__":
+    main()
