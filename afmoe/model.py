@@ -341,7 +341,7 @@ class AfmoeForCausalLM(nn.Module):
     ) -> AfmoeForCausalLM:
         """The model in `directory` (`config.json` and safetensors, any known layout), stored in `dtype`."""
         # the one import against the direction: reading a checkpoint makes a model
-        from afmoe.checkpoint import load_pretrained
+        from afmoe.checkpoint.pretrained import load_pretrained
 
         return load_pretrained(
             directory,
@@ -354,7 +354,7 @@ class AfmoeForCausalLM(nn.Module):
 
     def save_pretrained(self, directory: str | Path, layout: str = "hf") -> None:
         """Write config and weights to `directory`, named and shaped as `layout` says."""
-        from afmoe.checkpoint import save_pretrained
+        from afmoe.checkpoint.pretrained import save_pretrained
 
         save_pretrained(self, directory, layout)
 
