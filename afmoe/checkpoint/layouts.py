@@ -148,6 +148,15 @@ def is_selection_bias(key: str) -> bool:
     return _LAYER.sub("", key) in BIAS_NAMES
 
 
+def name_in_layout(key: str, layout: str) -> str:
+    """`key` as it is, but a selection bias under the name that it has in `layout`, whatever it is called."""
+    if not is_selection_bias(key):
+        return key
+    prefix = _LAYER.match(key)
+    own = next(op.other for op in steps(layout) if isinstance(op, SelectionBias))
+    return (prefix[0] if prefix else "") + own
+
+
 def steps(layout: str) -> list[Op]:
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown layout {layout}; choose one of: {closest(layout, LAYOUTS)}")
