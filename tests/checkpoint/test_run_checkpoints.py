@@ -259,7 +259,9 @@ def test_a_full_disk_is_a_clear_error_and_keeps_the_older_checkpoint(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(MachineError, match="step-000005 could not be written: (File exists|Not a directory)"):
+    with pytest.raises(
+        MachineError, match=r"step-000005 could not be written: (File exists|Not a directory)"
+    ):
         write_checkpoint(directory_of(tmp_path, 5), small_state())
 
 
