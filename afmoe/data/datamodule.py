@@ -69,21 +69,15 @@ class AfmoeDataModule(LightningDataModule):
         self._started_at = Position()
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise both splits, once. Raises `ConfigError` when nothing can be trained on."""
+        """Read and tokenise both splits, once. Without held-out rows the trainer is told not to validate.
+
+        Raises `ConfigError` when nothing can be trained on.
+        """
         self._resume_at = self._started_at = Position()
-        if self._splits:
-            return
-        for split, rows in (
-            ("training", self.source.train_rows()),
-            ("validation", self.source.validation_rows()),
-        ):
-            self._splits[split], self._reports[split] = tokenize_rows(rows, self.renderer, self.config, split)
-        if not len(self.train_split):
-            raise ConfigError(f"no row to train on: {self.source.description}")
-        self._validation_plan = plan_in_order(self.validation_split.lengths, **self._packing_options)
-        for split, plan in (("training", self._epoch_plan(0)), ("validation", self._validation_plan)):
-            report = self._reports[split]
-            report.packs, report.efficiency = len(plan), self._efficiency(self._splits[split], plan)
+        if not self._splits:
+            self._read()
+        if self.trainer and not len(self.validation_split):
+            self.trainer.limit_val_batches = 0
 
     @property
     def train_split(self) -> TokenRows:
@@ -122,10 +116,8 @@ class AfmoeDataModule(LightningDataModule):
         plan = self._epoch_plan(0 if trainer and trainer.overfit_batches else epoch)
         return self._loader(self.train_split, plan, self.layout, packs_consumed=consumed)
 
-    def val_dataloader(self) -> PackLoader | list[PackLoader]:
-        """Every held-out row once; no loader when there are none."""
-        if not len(self.validation_split):
-            return []
+    def val_dataloader(self) -> PackLoader:
+        """Every held-out row once."""
         assert self._validation_plan is not None
         layout = StepLayout(self.config.batch_size, 1, self.layout.world_size)
         return self._loader(self.validation_split, self._validation_plan, layout, counts_whole_step=False)
@@ -169,6 +161,19 @@ class AfmoeDataModule(LightningDataModule):
                     Sample(row.messages[:end], row.tools, self.renderer.render_prompt(row), target)
                 )
         return samples
+
+    def _read(self) -> None:
+        for split, rows in (
+            ("training", self.source.train_rows()),
+            ("validation", self.source.validation_rows()),
+        ):
+            self._splits[split], self._reports[split] = tokenize_rows(rows, self.renderer, self.config, split)
+        if not len(self.train_split):
+            raise ConfigError(f"no row to train on: {self.source.description}")
+        self._validation_plan = plan_in_order(self.validation_split.lengths, **self._packing_options)
+        for split, plan in (("training", self._epoch_plan(0)), ("validation", self._validation_plan)):
+            report = self._reports[split]
+            report.packs, report.efficiency = len(plan), self._efficiency(self._splits[split], plan)
 
     @property
     def _global_step(self) -> int:
