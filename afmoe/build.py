@@ -12,12 +12,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, RichProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from transformers import PreTrainedTokenizerBase
 
 from afmoe.checkpoint.config_file import read_config
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
-from afmoe.checkpoint.pretrained import load_pretrained, resolve_pretrained
+from afmoe.checkpoint.hub import resolve_pretrained
+from afmoe.checkpoint.pretrained import load_pretrained
 from afmoe.checkpoint.vocabulary import resize_vocabulary
 from afmoe.config import AfmoeConfig, ModelConfig, RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
@@ -56,7 +57,9 @@ def find_pretrained(config: ModelConfig) -> Path | None:
     return None if config.pretrained is None else resolve_pretrained(config.pretrained, config.revision)
 
 
-def model_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pretrained: Path | None) -> ModelSource:
+def model_source(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, pretrained: Path | None
+) -> ModelSource:
     """The model's config: the checkpoint's, or the preset's with the tokenizer's vocabulary and special tokens.
 
     Raises `ConfigError` where a field that the person set contradicts the checkpoint, and where the tokenizer has
@@ -147,9 +150,12 @@ def make_module(config: RunConfig, model: AfmoeForCausalLM, data: AfmoeDataModul
     )
 
 
-def make_callbacks(config: RunConfig, run: Run, data: AfmoeDataModule, standing: list[Callback]) -> list[Callback]:
+def make_callbacks(
+    config: RunConfig, run: Run, data: AfmoeDataModule, standing: list[Callback]
+) -> list[Callback]:
     """The chosen callbacks, then those of every run. `standing` are the caller's own among the latter."""
     from callbacks.initial_validation import InitialValidation
+    from callbacks.progress import Progress
     from callbacks.save_checkpoints import SaveCheckpoints
     from callbacks.text_samples import TextSamples
     from callbacks.time_estimate import TimeEstimate
@@ -161,17 +167,21 @@ def make_callbacks(config: RunConfig, run: Run, data: AfmoeDataModule, standing:
         if config.samples.count:
             callbacks.append(TextSamples(data, config.samples.count, config.samples.max_new_tokens))
     if config.trainer.enable_progress_bar:
-        callbacks.append(RichProgressBar(refresh_rate=config.trainer.log_every_n_steps))
+        callbacks.append(Progress(refresh_rate=config.trainer.log_every_n_steps))
     callbacks += [TimeEstimate(), InitialValidation()]
     if config.checkpoint.every_n_steps:
-        callbacks.append(SaveCheckpoints(run.directory, config.checkpoint.every_n_steps, config.checkpoint.keep_last))
+        callbacks.append(
+            SaveCheckpoints(run.directory, config.checkpoint.every_n_steps, config.checkpoint.keep_last)
+        )
     return callbacks
 
 
 def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.Trainer:
     settings = dataclasses.asdict(config.trainer)
     strategy = build(configure("trainer/strategy", settings.pop("strategy"))).strategy
-    logger = build(configure("logger", config.logger), directory=run.directory, first_step=run.resume_step).logger
+    logger = build(
+        configure("logger", config.logger), directory=run.directory, first_step=run.resume_step
+    ).logger
     if logger is not None and settings["log_every_n_steps"] > settings["max_steps"] > 0:
         # a run shorter than the interval would leave an empty log
         settings["log_every_n_steps"] = settings["max_steps"]

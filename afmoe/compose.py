@@ -9,17 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from afmoe import CONF_DIRECTORY
+from afmoe.conf_tree import compose_defaults, config_groups
+from afmoe.checkpoint.directory import remove_if_empty
 from afmoe.config import AfmoeConfig, RunConfig
-from afmoe.errors import ConfigError, UserError, closest, full_traces_wanted, one_line_errors, show
+from afmoe.errors import (
+    ConfigError,
+    UserError,
+    closest,
+    explain_hydra,
+    full_traces_wanted,
+    one_line_errors,
+    show,
+)
 
 
 def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[[], Any]]:
@@ -40,6 +51,9 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
                     raise
                 show(error)
                 raise SystemExit(1) from None
+            finally:
+                # Hydra makes the run folder before anything is known about the run
+                remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
 
         def program() -> Any:
             with one_line_errors(config_name):
@@ -54,12 +68,17 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
 def typed_config(cfg: DictConfig) -> RunConfig:
     """Check a composed config against its defaults and turn it into dataclasses. Raises `ConfigError`."""
     settings = HydraConfig.get()
-    choices = {key: value for key, value in settings.runtime.choices.items() if not str(key).startswith("hydra/")}
+    choices = {
+        key: value for key, value in settings.runtime.choices.items() if not str(key).startswith("hydra/")
+    }
     overrides = [str(override) for override in settings.overrides.task]
     OmegaConf.resolve(cfg)
     defaults = compose_defaults(str(settings.job.config_name), _as_overrides(choices))
     _compare("", cfg, defaults)
-    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_hydra(error, str(settings.job.config_name))) from error
     typed.model.explicit = explicit_model_fields(overrides, str(choices.get("experiment")))
     layers, dense = typed.model.num_hidden_layers, typed.model.num_dense_layers
     if dense >= layers and "num_dense_layers" not in typed.model.explicit:
@@ -78,36 +97,6 @@ def explicit_model_fields(overrides: Sequence[str], experiment: str) -> list[str
         names |= {str(key) for key in section} if isinstance(section, DictConfig) else set()
     known = {field.name for field in dataclasses.fields(AfmoeConfig)}
     return sorted(names & known)
-
-
-def config_groups() -> set[str]:
-    """Every config group of the recipes: the folders of `conf/` that hold options, with slashes."""
-    return {
-        path.parent.relative_to(CONF_DIRECTORY).as_posix()
-        for path in CONF_DIRECTORY.rglob("*.yaml")
-        if path.parent != CONF_DIRECTORY
-    }
-
-
-def compose_defaults(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The config that the chosen groups give before any field is changed. Overrides of fields are passed over."""
-    groups = config_groups()
-    chosen = [
-        override
-        for override in overrides
-        if override.split("=", 1)[0] in groups - {"experiment"} or override.startswith("hydra.searchpath=")
-    ]
-    state = GlobalHydra.instance()
-    if not state.is_initialized():
-        from hydra import compose, initialize_config_dir
-
-        with initialize_config_dir(str(CONF_DIRECTORY), version_base="1.3"):
-            return compose(config_name, chosen)
-    loader = state.config_loader()
-    composed = loader.load_configuration(config_name, chosen, RunMode.RUN, from_shell=False)
-    OmegaConf.set_struct(composed, False)
-    composed.pop("hydra", None)
-    return composed
 
 
 def _as_overrides(choices: dict[Any, Any]) -> list[str]:
@@ -152,7 +141,13 @@ def _same_type(value: Any, default: Any) -> bool:
 
 
 def _type_name(default: Any) -> str:
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", ListConfig: "a list"}
+    kinds = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        ListConfig: "a list",
+    }
     return f"{kinds.get(type(default), type(default).__name__)} (default {_text(default)})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -67,8 +68,12 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise
         show(error)
         raise SystemExit(1) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        if full_traces_wanted():
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # of plain value errors only the one that Hydra raises for `group=5` is the person's
+        is_mistake = isinstance(error, HydraException | OmegaConfBaseException) or "group override" in str(
+            error
+        )
+        if full_traces_wanted() or not is_mistake:
             raise
         show(ConfigError(explain_hydra(error, config_name)))
         raise SystemExit(1) from None
@@ -76,7 +81,11 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         # a folder that cannot be made or written; inside a run such faults are named where they happen
         if full_traces_wanted() or error.filename is None:
             raise
-        show(MachineError(f"{error.strerror}: {error.filename}; choose another folder, e.g. hydra.run.dir=PATH"))
+        show(
+            MachineError(
+                f"{error.strerror}: {error.filename}; choose another folder, e.g. hydra.run.dir=PATH"
+            )
+        )
         raise SystemExit(1) from None
     finally:
         if before is None:
@@ -87,37 +96,40 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 def explain_hydra(error: Exception, config_name: str) -> str:
     """Hydra's or OmegaConf's message as one line that also offers the closest valid names."""
-    import re
-
-    from hydra.errors import MissingConfigException
+    from afmoe.conf_tree import group_options
 
     text = str(error)
-    if isinstance(error, MissingConfigException):
-        missing = re.search(r"'([^']+)'", text.split("Could not find", 1)[-1])
-        if missing and "/" in missing[1] and error.options:
-            group, name = missing[1].rsplit("/", 1)
-            return f"unknown {group}={name}; choose one of: {closest(name, error.options)}"
+    missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
+    if missing and group_options(missing[1]):
+        return f"unknown {missing[1]}={missing[2]}; choose one of: {closest(missing[2], group_options(missing[1]))}"
     unknown_field = re.search(r"Could not override '([^']+)'\.\s*(Key '[^']+' is not in struct)?", text)
     if unknown_field:
         return _unknown_key(unknown_field[1], config_name)
-    if re.search(r"no viable alternative|mismatched input|extraneous input|token recognition|missing EQUAL", text):
+    if re.search(
+        r"no viable alternative|mismatched input|extraneous input|token recognition|missing EQUAL|NoViableAlt",
+        text,
+    ):
         return f"cannot read this override: {text.splitlines()[0]}; write key=value, in quotes if it has special characters"
+    key = re.search(r"full_key: (\S+)", text)
     value = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
     if value:
-        key = re.search(r"full_key: (\S+)", text)
         return f"{key[1] if key else 'a field'} takes {_kind(value[2])}, got {value[1]}"
+    if key:
+        return f"{key[1]}: {text.splitlines()[0]}"
     return text.split("\nSee https", 1)[0]
 
 
 def _kind(node: str) -> str:
-    return {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}.get(node, f"a {node}")
+    return {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}.get(
+        node, f"a {node}"
+    )
 
 
 def _unknown_key(key: str, config_name: str) -> str:
     """Name the valid neighbours of a key that the config does not have."""
     from omegaconf import DictConfig, OmegaConf
 
-    from afmoe.compose import compose_defaults, config_groups
+    from afmoe.conf_tree import compose_defaults, config_groups
 
     key = key.split("@", 1)[0]
     if "/" in key or key in config_groups():

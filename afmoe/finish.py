@@ -23,10 +23,21 @@ from afmoe.module import AfmoeModule
 from afmoe.run import Run, command_line
 from callbacks.run_metrics import RunMetrics, write_metrics
 
-_PACKAGES = ("torch", "lightning", "transformers", "hydra-core", "omegaconf", "safetensors", "numpy", "afmoe-recipe")
+_PACKAGES = (
+    "torch",
+    "lightning",
+    "transformers",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+    "afmoe-recipe",
+)
 
 
-def record_start(config: RunConfig, run: Run, data: AfmoeDataModule, tokenizer: PreTrainedTokenizerBase) -> None:
+def record_start(
+    config: RunConfig, run: Run, data: AfmoeDataModule, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write `data_report.json` and `run.json`: command line, versions, and hashes of what the result depends on."""
     if not run.is_main:
         return

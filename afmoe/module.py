@@ -48,7 +48,10 @@ class AfmoeModule(pl.LightningModule):
         self.gradient_norm: Tensor | None = None
         """Global norm before clipping, of the last optimizer step."""
         self.validation = nn.ModuleDict(
-            {name: SumMetric() for name in ("loss_sum", "labels", "right_labels", "documents", "right_documents")}
+            {
+                name: SumMetric()
+                for name in ("loss_sum", "labels", "right_labels", "documents", "right_documents")
+            }
         )
 
     # --- training ---
@@ -107,7 +110,10 @@ class AfmoeModule(pl.LightningModule):
             )
         optimizer = self.optim.optimizer(self.model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.scheduler.factor(int(steps)))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"},
+        }
 
     # --- validation ---
 

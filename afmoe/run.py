@@ -24,8 +24,14 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from afmoe.checkpoint.atomic import write_text
-from afmoe.checkpoint.directory import checkpoint_step, newest_checkpoint, remove_leftovers, whole_checkpoints
+from afmoe.checkpoint.atomic import disk_errors, write_text
+from afmoe.checkpoint.directory import (
+    LOCK,
+    checkpoint_step,
+    newest_checkpoint,
+    remove_leftovers,
+    whole_checkpoints,
+)
 from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, MachineError
 from afmoe.resume import refuse_changes
@@ -66,7 +72,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     """Take the run folder for the time of the `with` block and decide where the run starts.
 
     Raises `MachineError` when another process holds the folder and `ConfigError` when what it holds does not fit the
-    configuration. An empty folder that was made for nothing is removed again.
+    configuration.
     """
     settings = HydraConfig.get()
     directory = Path(settings.runtime.output_dir).absolute()
@@ -80,7 +86,6 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         return
     if config.dry_run:
         yield Run(directory, None, 0, False)
-        _remove_if_empty(directory)
         return
     lock = _lock(directory)
     handler: logging.Handler | None = None
@@ -99,7 +104,6 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             handler.close()
         os.environ.pop(_DECISION, None)
         lock.close()
-        _remove_if_empty(directory)
 
 
 def _num_processes(config: RunConfig) -> int:
@@ -113,7 +117,8 @@ def _num_processes(config: RunConfig) -> int:
 
 def _lock(directory: Path) -> TextIO:
     """Hold the folder. The lock belongs to the open file: it ends with the process, however that ends."""
-    file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (it stays open for the whole run)
+    with disk_errors(directory):
+        file = open(directory / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (it stays open for the whole run)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,7 +238,9 @@ def _log_to(path: Path) -> logging.Handler:
 
 
 def _hand_on(run: Run) -> None:
-    text = json.dumps({**dataclasses.asdict(run), "directory": str(run.directory), "resume_from": _text(run.resume_from)})
+    text = json.dumps(
+        {**dataclasses.asdict(run), "directory": str(run.directory), "resume_from": _text(run.resume_from)}
+    )
     os.environ[_DECISION] = text
     launch = _launch_id()
     if launch is not None:
@@ -250,7 +257,9 @@ def _received_decision(directory: Path, timeout_seconds: float = 300.0) -> Run:
         if path.exists() and path.stat().st_mtime >= _START - 5.0:
             text = path.read_text(encoding="utf-8")
         elif time.monotonic() > deadline:
-            raise MachineError(f"rank {global_rank()} heard nothing from rank 0 for {timeout_seconds:.0f} s ({path})")
+            raise MachineError(
+                f"rank {global_rank()} heard nothing from rank 0 for {timeout_seconds:.0f} s ({path})"
+            )
         else:
             time.sleep(0.1)
     values = json.loads(text)
@@ -263,19 +272,20 @@ def _launch_id() -> str | None:
     """A name for this start of the job that all its processes share; None where Lightning starts them."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
-        parts = [env["TORCHELASTIC_RUN_ID"], env.get("MASTER_PORT", ""), env.get("TORCHELASTIC_RESTART_COUNT", "")]
+        parts = [
+            env["TORCHELASTIC_RUN_ID"],
+            env.get("MASTER_PORT", ""),
+            env.get("TORCHELASTIC_RESTART_COUNT", ""),
+        ]
     elif "SLURM_NTASKS" in env and "SLURM_PROCID" in env:
-        parts = [env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", "")]
+        parts = [
+            env.get("SLURM_JOB_ID", ""),
+            env.get("SLURM_STEP_ID", ""),
+            env.get("SLURM_RESTART_COUNT", ""),
+        ]
     else:
         return None
     return "-".join(part for part in parts if part)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".lock"}:
-        with contextlib.suppress(OSError):
-            (directory / ".lock").unlink(missing_ok=True)
-            directory.rmdir()
 
 
 def _short(path: Path) -> str:

@@ -29,7 +29,9 @@ def show_start(
 ) -> None:
     """Device, model, data, length, where the run lies and how to watch it."""
     rows = _rows(config, model, data, hardware)
-    rows["run"] = f"{_short(run.directory)}" + (f", continued at step {run.resume_step}" if run.resume_step else "")
+    rows["run"] = f"{_short(run.directory)}" + (
+        f", continued at step {run.resume_step}" if run.resume_step else ""
+    )
     if trainer.logger is not None:
         rows["watch"] = f"tensorboard --logdir {_short(run.directory / 'tensorboard')}"
     _show(f"{config.run_name}", rows)
@@ -82,7 +84,9 @@ def _rows(
             f"token; {model_config.num_hidden_layers} layers, {len(blocks)} with {model_config.num_experts} experts, "
             f"top-{model_config.num_experts_per_tok}"
         ),
-        "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch" if blocks else "none",
+        "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch"
+        if blocks
+        else "none",
         "attention": config.attention["name"],
         "data": data.source.description,
     }
@@ -90,7 +94,8 @@ def _rows(
     dropped = sum(reason["count"] for reason in report["dropped"].values())
     rows["rows"] = (
         f"{report['used']:,} for training ({report['tokens']:,} tokens, {report['trainable_tokens']:,} learned), "
-        f"{report['validation']['used']:,} held out" + (f"; {dropped:,} dropped, see data_report.json" if dropped else "")
+        f"{report['validation']['used']:,} held out"
+        + (f"; {dropped:,} dropped, see data_report.json" if dropped else "")
     )
     length = config.trainer
     steps = f"{length.max_steps:,} steps" if length.max_steps > 0 else f"{length.max_epochs} epochs"

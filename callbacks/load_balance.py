@@ -50,9 +50,12 @@ class LoadBalance(MoeCallback):
         self.window_LE = counts_LE if self.window_LE is None else self.window_LE + counts_LE
         if trainer.global_step % trainer.log_every_n_steps:
             return
-        sums_L2 = torch.stack([torch.stack([one.confidence_sum, one.num_tokens.float()]) for one in statistics])
+        sums_L2 = torch.stack(
+            [torch.stack([one.confidence_sum, one.num_tokens.float()]) for one in statistics]
+        )
         counts_LE, window_LE, sums_L2 = (
-            trainer.strategy.reduce(tensor, reduce_op="sum") for tensor in (counts_LE, self.window_LE, sums_L2)
+            trainer.strategy.reduce(tensor, reduce_op="sum")
+            for tensor in (counts_LE, self.window_LE, sums_L2)
         )
         self.window_LE = None
         per_layer = {
@@ -69,4 +72,6 @@ class LoadBalance(MoeCallback):
         self.log_dict(values)
         writer = experiment(trainer)
         if self.config.heat_map and writer is not None:
-            writer.add_image("moe/load", heat_map(window_LE.cpu().numpy()), trainer.global_step, dataformats="HWC")
+            writer.add_image(
+                "moe/load", heat_map(window_LE.cpu().numpy()), trainer.global_step, dataformats="HWC"
+            )

@@ -46,7 +46,9 @@ class RunMetrics(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self.validation = {
-                name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
+                name: float(value)
+                for name, value in trainer.callback_metrics.items()
+                if name.startswith("val/")
             }
             self.validated_step = trainer.global_step
         self._mark = time.perf_counter()
@@ -73,7 +75,9 @@ class RunMetrics(Callback):
             self.log("train/tokens_per_second", rate, prog_bar=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counts = [block.statistics.counts_E for block in iter_moe_blocks(pl_module) if block.statistics is not None]
+        counts = [
+            block.statistics.counts_E for block in iter_moe_blocks(pl_module) if block.statistics is not None
+        ]
         if counts:
             counts_LE = trainer.strategy.reduce(torch.stack(counts), reduce_op="sum")
             self.max_violation = float(max_violation(counts_LE).mean())
@@ -93,7 +97,9 @@ class RunMetrics(Callback):
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "recent_losses": [*self._resumed_losses, *(float(loss) for loss in self.recent_losses)][-_RECENT_STEPS:],
+            "recent_losses": [*self._resumed_losses, *(float(loss) for loss in self.recent_losses)][
+                -_RECENT_STEPS:
+            ],
             "validation": self.validation,
             "validated_step": self.validated_step,
             "max_violation": self.max_violation,

@@ -32,6 +32,7 @@ class SaveCheckpoints(Checkpoint):
         last_of_epochs = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         is_last = step == trainer.max_steps or last_of_epochs or trainer.should_stop
         if is_last or step % self.every_n_steps == 0:
-            trainer.save_checkpoint(checkpoints_directory(self.run_directory) / checkpoint_name(step))
+            path = checkpoints_directory(self.run_directory) / checkpoint_name(step)
+            trainer.save_checkpoint(path, weights_only=False)
             if trainer.is_global_zero:
                 prune(self.run_directory, self.keep_last)

@@ -24,10 +24,12 @@ def train(config: RunConfig, run: Run) -> float | None:
     import lightning.pytorch as pl
 
     from afmoe import build, finish, screens
+    from afmoe.console import quiet_libraries
     from afmoe.data.datamodule import AfmoeDataModule
     from afmoe.hardware import detect_hardware
     from callbacks.run_metrics import RunMetrics
 
+    quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
     hardware = detect_hardware(config.trainer.accelerator)
 

@@ -22,7 +22,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim >= 2 and not any(part in name for part in _NO_DECAY) and not name.endswith("_bias")
+        decays = (
+            parameter.ndim >= 2 and not any(part in name for part in _NO_DECAY) and not name.endswith("_bias")
+        )
         group = groups["decay" if decays else "no_decay"]
         group["params"].append(parameter)
         group["parameter_names"].append(name)

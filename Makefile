@@ -1,0 +1,45 @@
+# make sft        set up, then the main job: an AFMoE model learns on this machine's CPU or GPU, experts in fp8
+# make test       set up, then the tests (under 8 minutes on 2 cores)
+# make test-all   the slow tests too
+# make check      lint, format, types
+#
+# Set-up is a .venv in this folder, made once. On Linux the public index serves torch as a CUDA build of several
+# gigabytes; on a machine without a GPU point TORCH_INDEX at PyTorch's index of CPU wheels:
+#   make sft TORCH_INDEX=<URL of that index>
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: sft setup test test-all check clean
+
+sft: setup
+	$(BIN)/python recipes/sft.py model=afmoe_mini moe/compute=fp8
+
+setup: $(VENV)/.ready
+
+# torch first, pinned: left to the other packages, pip would take the newest and largest
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,26 @@
+"""What the libraries say on the console: each line once, and nothing that a person cannot act on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_NOISE = ("Tip: For seamless cloud", "GPU available:", "TPU available:", "HPU available:", "💡")
+
+
+def quiet_libraries() -> None:
+    """Send Lightning's log lines through the root logger only, without its advertisements and known warnings."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_news)
+    # Lightning 2.6.6 against torch 2.13; without effect here
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # the pack loader makes whole batches by itself; num_workers is data.num_workers
+    warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in _NOISE)
