@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,10 @@ class Activation:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.forward(x)
+
+    def __reduce__(self) -> Any:
+        # torch's own functions cannot be pickled; the name says it all
+        return activation_named, (self.name,)
 
 
 @cache

@@ -41,8 +41,12 @@ def emulated_gated_mlp(
 
     Gate and up product, hidden rows and y have the dtype of x; gradients that of what they belong to.
     """
-    rounded = rounded_weights.get(weights, emulation.scales)
-    return _EmulatedMlp.apply(x_RD, *weights, rounded, Segments.of(offsets_L), emulation)
+    segments = Segments.of(offsets_L)
+    if torch.is_grad_enabled():
+        rounded = rounded_weights.get(weights, emulation.scales)
+    else:
+        rounded = [round_busy_experts(weight, segments, emulation.scales) for weight in weights]
+    return _EmulatedMlp.apply(x_RD, *weights, rounded, segments, emulation)
 
 
 class _EmulatedMlp(torch.autograd.Function):
@@ -152,13 +156,27 @@ def _with_padding_rows(rows_ND: Tensor, like_RD: Tensor) -> Tensor:
     return rows_RD
 
 
+def round_busy_experts(w_LNK: Tensor, segments: Segments, scales: str) -> Tensor:
+    """The rounded weights of the experts that have rows; those of the others are undefined."""
+    busy = [e for e, _, _ in segments.busy]
+    if len(busy) == w_LNK.shape[0]:
+        return round_weights(w_LNK, scales)
+    rounded_LNK = torch.empty(w_LNK.shape, device=w_LNK.device)
+    rounded_LNK[busy] = round_weights(w_LNK[busy], scales)
+    return rounded_LNK
+
+
 class RoundedWeights:
-    """The rounded copies of an expert layer's weights, made once and kept until the weights change.
+    """The rounded copies of an expert layer's weights in training: made once an optimizer step.
 
     A copy is used again only for the same tensors at the same addresses with the same version counters, and
     not after `drop()`. Version counters see every in-place change that autograd sees: optimizers,
     `load_state_dict`, `copy_` under `no_grad`. They miss writes through `.data` or by a foreign kernel
     (DeepSpeed): those need a call of `drop()`, which the trainer makes after every optimizer step.
+
+    Without gradients (validation, generation) no copy is kept or used, and only the experts that have rows are
+    rounded: that is where weights are swapped through `.data` (averaged weights, for one), and one rounding
+    costs less than a forward over a batch.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,84 @@
+"""What each compute plugin says about hardware that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import CPU
+
+from afmoe.errors import ConfigError, MachineError
+from afmoe.hardware import Hardware, detect_hardware
+from afmoe.moe.compute import check_compute
+from afmoe.registry import configure, find
+
+SHAPE = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 1024, "activation": "silu"}
+
+
+def gpu(major: int, minor: int) -> Hardware:
+    return Hardware(device_type="cuda", name="GPU", capability=(major, minor), num_devices=8)
+
+
+@pytest.mark.parametrize(
+    ("choice", "hardware", "reason"),
+    [
+        ("reference", CPU, None),
+        ("reference", gpu(7, 0), None),
+        ("native", CPU, None),
+        ("native", gpu(9, 0), None),
+        ("native", gpu(7, 5), "needs a GPU of sm_80 or newer.*this one is sm_75; use moe/compute=reference"),
+        ("bf16", CPU, None),
+        ("bf16", gpu(8, 0), None),
+        ("bf16", gpu(7, 0), "needs a GPU of sm_80 or newer, this one is sm_70; use moe/compute=reference"),
+        ("fp8", CPU, None),
+        ({"name": "fp8", "emulate": True}, CPU, None),
+        ({"name": "fp8", "emulate": True}, gpu(9, 0), None),
+        ({"name": "fp8", "emulate": False}, CPU, "this is a CPU; use moe.compute.emulate=auto"),
+        ("fp8", gpu(9, 0), "no kernels for a GPU yet; use moe/compute=bf16, or moe.compute.emulate=true"),
+        ({"name": "fp8", "emulate": False}, gpu(10, 0), "no kernels for a GPU yet; use moe/compute=bf16"),
+    ],
+    ids=str,
+)
+def test_a_plugin_runs_there_or_says_why_not_and_what_would(
+    choice: Any, hardware: Hardware, reason: str | None
+) -> None:
+    config = configure("moe/compute", choice)
+    plugin: Any = find("moe/compute", choice if isinstance(choice, str) else choice["name"])
+    if reason is None:
+        check_compute(plugin, config, hardware=hardware, **SHAPE)
+        assert plugin.why_not(config, hardware=hardware, **SHAPE) is None
+    else:
+        with pytest.raises(MachineError, match=reason):
+            check_compute(plugin, config, hardware=hardware, **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("scales", "fp16", r"moe.compute.scales must be one of fp32, ue8m0, got fp16"),
+        ("wgrad", "fp32", r"moe.compute.wgrad must be one of fp8, bf16, got fp32"),
+        ("emulate", "maybe", r"moe.compute.emulate must be one of auto, true, false, got maybe"),
+    ],
+)
+def test_fp8_refuses_values_that_it_does_not_know(option: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure("moe/compute", {"name": "fp8", option: value})
+
+
+def test_detected_hardware_describes_this_machine() -> None:
+    hardware = detect_hardware("cpu")
+    assert (hardware.device_type, hardware.capability, hardware.is_cuda) == ("cpu", None, False)
+    assert hardware.memory_gib > 0.1
+    assert hardware.architecture == "cpu"
+    assert detect_hardware("auto").is_cuda == torch.cuda.is_available()
+
+
+def test_hardware_detection_refuses_accelerators_that_are_unknown_or_absent() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.accelerator must be one of auto, cpu, gpu, cuda, got tpu"
+    ):
+        detect_hardware("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(MachineError, match=r"sees no CUDA GPU; use trainer\.accelerator=cpu"):
+            detect_hardware("gpu")
