@@ -13,11 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afmoe.attention.layout import SequenceLayout
+from afmoe.attention.softmax import attend
 from afmoe.hardware import Hardware
 from afmoe.registry import register
 
 # narrower blocks than this cost more in small matrix products than they save
 _MIN_BLOCK = 64
+# fused kernels take the gradient of the softmax from its output, which leaves rounding noise of 3e-8 of the whole
+# gradient where it should be zero (one key) or is tiny (two keys); so few cost nothing written out
+_FEW_KEYS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class _Masks:
 
     full: Tensor | None
     sliding: Tensor | None
-    """[B or 1, 1, queries, keys], or with blocks [B * blocks, 1, block, 2 * block]."""
+    """[B or 1, queries, keys], or with blocks [B * blocks, block, 2 * block]."""
     is_full_causal: bool
     is_sliding_causal: bool
     num_blocks: int
@@ -46,17 +50,17 @@ class SdpaAttention:
     def prepare(self, layout: SequenceLayout) -> _Masks:
         # one unpadded document a row: torch's own causal path, which reads no mask and skips what lies above
         # the diagonal
-        is_causal = layout.document_ids_BS is None and layout.num_cached == 0
+        is_causal = layout.document_ids_BS is None and layout.num_cached == 0 and layout.num_keys > _FEW_KEYS
         fits = layout.num_keys <= self.window
         has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
-        full = None if is_causal else _with_head_axis(layout.visible(None))
+        full = None if is_causal else layout.visible(None)
         if has_blocks:
             sliding = self._block_masks(layout)
         elif fits:
             sliding = full
         else:
             first_key = max(0, layout.num_cached - self.window + 1)
-            sliding = _with_head_axis(layout.visible(self.window, first_key))
+            sliding = layout.visible(self.window, first_key)
         return _Masks(
             full=full,
             sliding=sliding,
@@ -104,7 +108,7 @@ class SdpaAttention:
         return torch.cat((previous, blocks), dim=2).flatten(0, 1)
 
     def _block_masks(self, layout: SequenceLayout) -> Tensor:
-        """[B * blocks, 1, block, 2 * block]: what a block's queries see of it and the block before it."""
+        """[B * blocks, block, 2 * block]: what a block's queries see of it and the block before it."""
         size = self.block_size
         num_blocks = -(-layout.num_queries // size)
         queries_S1 = torch.arange(size, 2 * size, device=layout.device)[:, None]
@@ -113,16 +117,12 @@ class SdpaAttention:
         if layout.document_ids_BS is None:
             has_previous = torch.arange(num_blocks, device=layout.device)[:, None, None] > 0
             mask = band & (has_previous | (keys_S >= size))
-            return mask.repeat(layout.batch_size, 1, 1)[:, None]
+            return mask.repeat(layout.batch_size, 1, 1)
         # an id that no token has, for what lies before the first and behind the last token; a query behind
         # the last token still sees itself, so that its softmax is not empty
         documents = F.pad(layout.document_ids_BS, (size, num_blocks * size - layout.num_queries), value=-2)
         pairs = documents.unfold(1, 2 * size, size)
-        return (band & (pairs[:, :, size:, None] == pairs[:, :, None, :])).flatten(0, 1)[:, None]
-
-
-def _with_head_axis(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[:, None]
+        return (band & (pairs[:, :, size:, None] == pairs[:, :, None, :])).flatten(0, 1)
 
 
 def _attend(
@@ -133,11 +133,13 @@ def _attend(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
+    if key_BSGC.shape[1] <= _FEW_KEYS:
+        return attend(query_BSHC, key_BSGC, value_BSGC, mask, dropout)
     mixed_BHSC = F.scaled_dot_product_attention(
         query_BSHC.transpose(1, 2),
         key_BSGC.transpose(1, 2),
         value_BSGC.transpose(1, 2),
-        attn_mask=mask,
+        attn_mask=None if mask is None else mask[:, None],
         dropout_p=dropout,
         is_causal=is_causal,
         enable_gqa=query_BSHC.shape[2] != key_BSGC.shape[2],
