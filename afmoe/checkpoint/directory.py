@@ -17,6 +17,7 @@ from afmoe.errors import ConfigError
 
 MARKER = "complete"
 LAST = "last"
+LOCK = ".lock"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -95,3 +96,10 @@ def remove_leftovers(run_directory: Path | str) -> None:
     run_directory = Path(run_directory)
     recover(run_directory / "export")
     recover_all(checkpoints_directory(run_directory))
+
+
+def remove_if_empty(run_directory: Path) -> None:
+    """Remove a run folder in which nothing but its lock was ever written."""
+    if run_directory.is_dir() and {path.name for path in run_directory.iterdir()} <= {LOCK}:
+        (run_directory / LOCK).unlink(missing_ok=True)
+        run_directory.rmdir()

@@ -38,11 +38,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_SIZE = 5_000_000_000
 GENERATION_CONFIG = "generation_config.json"
 
-# what a model directory may hold beside what we write: kept when the model in it is replaced
-_KEPT_FILES = {
-    ".gitattributes",
-    "LICENSE",
-    "README.md",
+DOCUMENTS = {".gitattributes", "LICENSE", "README.md"}
+TOKENIZER_FILES = {
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -100,7 +97,7 @@ def save_pretrained(
     model in layout `hf`, or when the directory holds what is no part of a model.
     """
     fields = config_fields(model.config, layout, storage_dtype(model))
-    with replaced_model_directory(Path(directory)) as temporary:
+    with replaced_model_directory(Path(directory), DOCUMENTS | TOKENIZER_FILES) as temporary:
         write_model(model, temporary, layout, max_shard_size)
         write_json(temporary / "config.json", fields)
         write_json(temporary / GENERATION_CONFIG, _generation_fields(model.config))
@@ -117,22 +114,23 @@ def write_model(model: AfmoeForCausalLM, directory: Path, layout: str, max_shard
 
 
 @contextmanager
-def replaced_model_directory(destination: Path) -> Iterator[Path]:
-    """A directory that becomes `destination`; it holds the tokenizer and such of an older one there."""
+def replaced_model_directory(destination: Path, kept_files: set[str]) -> Iterator[Path]:
+    """A directory to fill that becomes `destination`, with those `kept_files` that an older one there held.
+
+    Raises `ConfigError` when `destination` holds what is no part of a model.
+    """
     destination = destination.absolute()
-    kept: list[Path] = []
     recover(destination)
     if destination.is_dir():
         for path in sorted(destination.iterdir()):
-            if path.is_file() and path.name in _KEPT_FILES:
-                kept.append(path)
-            elif not path.is_file() or not _is_ours(path.name):
+            if not path.is_file() or not _may_be_replaced(path.name):
                 raise ConfigError(
                     f"{destination} holds {path.name}, no part of a model; choose a new or an empty directory"
                 )
     with new_directory(destination) as temporary:
-        for path in kept:
-            shutil.copy2(path, temporary)
+        for name in kept_files:
+            if (destination / name).is_file():
+                shutil.copy2(destination / name, temporary)
         yield temporary
 
 
@@ -242,5 +240,6 @@ def _generation_fields(config: AfmoeConfig) -> dict[str, Any]:
     }
 
 
-def _is_ours(name: str) -> bool:
-    return name in _OUR_FILES or (name.startswith("model-") and name.endswith(".safetensors"))
+def _may_be_replaced(name: str) -> bool:
+    is_shard = name.startswith("model-") and name.endswith(".safetensors")
+    return is_shard or name in _OUR_FILES | DOCUMENTS | TOKENIZER_FILES

@@ -99,7 +99,7 @@ def table(directory):
 def test_what_transformers_writes_loads_here_with_equal_logits(tmp_path, name, fused):
     theirs = their_model(VARIANTS[name])
     theirs.save_pretrained(tmp_path, save_original_format=not fused, max_shard_size="20KB")
-    # measured: at most 3e-7
+    # measured: at most 5e-7
     assert relative_error(load(tmp_path), theirs) < 1e-5
 
 
@@ -266,9 +266,13 @@ def test_an_index_that_promises_too_much_is_refused(tmp_path):
     save_pretrained(our_model({}), tmp_path, max_shard_size=30_000)
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
+    content["weight_map"]["model.layers.3.input_layernorm.weight"] = content["weight_map"][
+        "model.embed_tokens.weight"
+    ]
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"promises model\.norm\.weight in .*, which does not hold it"):
+    with pytest.raises(
+        ConfigError, match=r"promises model\.layers\.3\.input_layernorm\.weight in .*, which does not hold it"
+    ):
         load(tmp_path)
 
 
