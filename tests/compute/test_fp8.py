@@ -22,7 +22,7 @@ from afmoe.moe.quantization import (
     quantize_weights,
 )
 
-# measured 5.6e-8 to 3.1e-7
+# fp32 sums; measured up to 4.2e-7
 CONTRACT = 1e-6
 
 

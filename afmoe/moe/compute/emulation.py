@@ -174,7 +174,7 @@ class RoundedWeights:
     `load_state_dict`, `copy_` under `no_grad`. They miss writes through `.data` or by a foreign kernel
     (DeepSpeed): those need a call of `drop()`, which the trainer makes after every optimizer step.
 
-    Without gradients (validation, generation) no copy is kept or used, and only the experts that have rows are
+    Without gradients (validation, generation) no copy is kept or used, and only experts that have rows are
     rounded: that is where weights are swapped through `.data` (averaged weights, for one), and one rounding
     costs less than a forward over a batch.
     """
