@@ -100,24 +100,22 @@ class RotaryEmbedding:
                 f"unknown rope_type={self.rope_type}; choose one of: {closest(self.rope_type, names)}"
             )
         # transformers' functions read its own config class, which fills in what a rope type leaves out
-        theirs = TransformersConfig(
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=parameters,
-        )
+        try:
+            theirs = TransformersConfig(
+                head_dim=config.head_dim,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=parameters,
+            )
+        except KeyError as error:
+            raise ConfigError(f"rope_parameters={parameters}: {error.args[0]}") from error
         function: Any = ROPE_INIT_FUNCTIONS[self.rope_type]
 
         def compute(length: Tensor | None) -> tuple[Tensor, float]:
             # the functions make tensors on the default device, which is meta while a preset is being sized up
             with torch.device("cpu"):
-                try:
-                    return function(theirs, torch.device("cpu"), seq_len=length)
-                except KeyError as error:
-                    raise ConfigError(
-                        f"rope_type={self.rope_type} needs rope_parameters.{error.args[0]}; got {parameters}"
-                    ) from error
+                return function(theirs, torch.device("cpu"), seq_len=length)
 
         return compute
 

@@ -19,8 +19,8 @@ from afmoe.registry import register
 
 # narrower blocks than this cost more in small matrix products than they save
 _MIN_BLOCK = 64
-# fused kernels take the gradient of the softmax from its output, which leaves rounding noise of 3e-8 of the whole
-# gradient where it should be zero (one key) or is tiny (two keys); so few cost nothing written out
+# fused kernels take the gradient of the softmax from its output, which leaves rounding noise of 3e-8 of the
+# whole gradient where it should be zero (one key) or is tiny (two keys); so few cost nothing written out
 _FEW_KEYS = 4
 
 

@@ -12,7 +12,7 @@ from transformers import AfmoeForCausalLM as TransformersModel
 from afmoe import AfmoeConfig, AfmoeForCausalLM
 
 TOLERANCE = 1e-5
-"""fp32, the contract's. Largest deviation seen over all variants and lengths is noted beside each use."""
+"""fp32, the contract's; what was measured stands beside each use."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 def our_model(
     *, seed: int = 0, attention: str = "sdpa", compute: str = "native", **fields: Any
 ) -> AfmoeForCausalLM:
-    """A small model of ours whose norms, biases and selection bias are not at their trivial initial values."""
+    """A small model of ours, norms, biases and selection bias not at their trivial initial values."""
     model = AfmoeForCausalLM(AfmoeConfig(**SMALL | fields), attention=attention, compute=compute)
     randomize(model, seed)
     return model.eval()
@@ -106,7 +106,7 @@ def deviation(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_deviation(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest deviation of any tensor, by DESIGN's measure: the floor is 1e-6 of the whole gradient's norm."""
+    """The largest deviation of any tensor; the floor is 1e-6 of the whole gradient's norm."""
     assert ours.keys() == theirs.keys()
     whole = torch.stack([gradient.double().norm() for gradient in theirs.values()]).norm().item()
     return max(deviation(ours[name], theirs[name], 1e-6 * whole) for name in theirs)
