@@ -131,6 +131,8 @@ class AfmoeConfig:
             )
         for value in types:
             _one_of("layer_types", value, (SLIDING_ATTENTION, FULL_ATTENTION))
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id must be below vocab_size={self.vocab_size}, got {self.pad_token_id}")
         _one_of("norm_order", self.norm_order, ("scale_then_cast", "cast_then_scale"))
         _one_of("router_init", self.router_init, ("normal", "zero"))
         _positive("rms_norm_eps", self.rms_norm_eps)

@@ -42,10 +42,10 @@ def test_packed_documents_equal_one_document_at_a_time(attention: str):
     model.zero_grad()
     packed = model(ids, positions_of(DOCUMENTS)).logits.split(DOCUMENTS, dim=1)
     sum(objective(logits, seed) for seed, logits in enumerate(packed)).backward()
-    # measured 7e-7 for outputs, 2e-6 for gradients
+    # measured 9e-7 for outputs, 8e-7 for gradients
     assert max(map(deviation, packed, expected)) <= TOLERANCE
     assert gradient_deviation(gradients(model), expected_gradients) <= TOLERANCE
-    # the mask taken away (one document of that length): this is what a leak looks like; measured 0.9
+    # the mask taken away (one document of that length): this is what a leak looks like; measured 1.4
     leaking = model(ids).logits.split(DOCUMENTS, dim=1)
     assert max(map(deviation, leaking, expected)) > 100 * TOLERANCE
 
@@ -70,12 +70,12 @@ def test_padded_rows_equal_one_row_at_a_time(attention: str, with_positions: boo
     output = model(ids, positions if with_positions else None, attention_mask=mask)
     found = [output.logits[row : row + 1, place] for row, place in enumerate(places)]
     sum(objective(logits, seed) for seed, logits in enumerate(found)).backward()
-    # measured 6e-7 for outputs, 2e-6 for gradients
+    # measured 6e-7 for outputs, 9e-7 for gradients
     assert max(map(deviation, found, expected)) <= TOLERANCE
     assert gradient_deviation(gradients(model), expected_gradients) <= TOLERANCE
     assert bool(output.logits.isfinite().all())
     if side == "left":
-        # without the mask the padding is seen; measured 0.6
+        # without the mask the padding is seen; measured 1.1
         leaking = model(ids).logits
         assert deviation(leaking[:1, places[0]], expected[0]) > 100 * TOLERANCE
 
