@@ -44,6 +44,21 @@ class ModelSource:
     directory: Path | None
 
 
+def check_choices(config: RunConfig) -> None:
+    """Let each chosen plugin's `Config` judge its options. Raises `ConfigError`."""
+    for group, section in (
+        ("optim", config.optim),
+        ("scheduler", config.scheduler),
+        ("trainer/strategy", config.trainer.strategy),
+        ("logger", config.logger),
+        ("attention", config.attention),
+        ("moe/compute", config.moe.compute),
+        ("moe/dispatch", config.moe.dispatch),
+        *(("callbacks", section) for section in config.callbacks.values()),
+    ):
+        configure(group, section)
+
+
 def make_tokenizer(config: RunConfig, pretrained: Path | None) -> PreTrainedTokenizerBase:
     """`tokenizer.path`, else the one beside the trained weights, else the embedded byte tokenizer."""
     if config.tokenizer.path is None and pretrained is not None:
@@ -70,10 +85,13 @@ def model_source(
     if pretrained is not None:
         stored = read_config(pretrained)
         for name in config.model.explicit:
-            if fields[name] != getattr(stored, name):
+            # both older forms of the rotary settings end up in the newer one
+            compared = "rope_parameters" if name.startswith("rope_") else name
+            if fields[compared] != getattr(stored, compared):
                 raise ConfigError(
                     f"model.{name}={fields[name]} contradicts {pretrained / 'config.json'}, which has "
-                    f"{getattr(stored, name)}; take the override away, or train without model.pretrained"
+                    f"{compared}: {getattr(stored, compared)}; take the override away, or train without "
+                    "model.pretrained"
                 )
         if num_tokens > stored.vocab_size and not config.tokenizer.resize:
             raise ConfigError(
@@ -185,6 +203,8 @@ def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.T
     if logger is not None and settings["log_every_n_steps"] > settings["max_steps"] > 0:
         # a run shorter than the interval would leave an empty log
         settings["log_every_n_steps"] = settings["max_steps"]
+    if settings["max_epochs"] is None:
+        settings["max_epochs"] = -1
     return pl.Trainer(
         **settings,
         strategy=strategy,

@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -73,12 +74,15 @@ def typed_config(cfg: DictConfig) -> RunConfig:
     }
     overrides = [str(override) for override in settings.overrides.task]
     OmegaConf.resolve(cfg)
-    defaults = compose_defaults(str(settings.job.config_name), _as_overrides(choices))
-    _compare("", cfg, defaults)
+    # Hydra's list of choices leaves out the groups of which several options may be chosen
+    chosen = cfg.get("callbacks")
+    choices["callbacks"] = list(chosen) if isinstance(chosen, DictConfig) else []
+    config_name = str(settings.job.config_name)
     try:
+        _compare("", cfg, compose_defaults(config_name, _as_overrides(choices)))
         typed = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain_hydra(error, str(settings.job.config_name))) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain_hydra(error, config_name)) from error
     typed.model.explicit = explicit_model_fields(overrides, str(choices.get("experiment")))
     layers, dense = typed.model.num_hidden_layers, typed.model.num_dense_layers
     if dense >= layers and "num_dense_layers" not in typed.model.explicit:

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from afmoe import CONF_DIRECTORY
+
+
+def _choice(group: str, *, _root_: DictConfig) -> str:
+    """The resolver `${choice:GROUP}`: the option that was chosen of a group.
+
+    Hydra's own `${hydra:runtime.choices.GROUP}` fails in the name of a sweep's folder, which is needed before the
+    first job's config is known to it; there the choices still stand in the config itself.
+    """
+    settings = _root_.get("hydra") or HydraConfig.get()
+    return str(settings.runtime.choices[group])
+
+
+OmegaConf.register_new_resolver("choice", _choice, replace=True)
 
 
 def config_groups() -> set[str]:

@@ -20,6 +20,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # the pack loader makes whole batches by itself; num_workers is data.num_workers
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
+    # training without held-out rows is legal, and the first screen says how many there are
+    warnings.filterwarnings("ignore", message=r"You defined a `validation_step` but have no `val_dataloader`")
 
 
 def _is_news(record: logging.LogRecord) -> bool:

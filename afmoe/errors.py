@@ -58,8 +58,8 @@ def one_line_errors(config_name: str) -> Iterator[None]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    before = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", _WISH)}
     os.environ.setdefault(_WISH, os.environ.get("HYDRA_FULL_ERROR", "0"))
-    before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
@@ -88,10 +88,10 @@ def one_line_errors(config_name: str) -> Iterator[None]:
         )
         raise SystemExit(1) from None
     finally:
-        if before is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def explain_hydra(error: Exception, config_name: str) -> str:

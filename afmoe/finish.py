@@ -20,7 +20,7 @@ from afmoe.checkpoint.export import export_run
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.module import AfmoeModule
-from afmoe.run import Run, command_line
+from afmoe.run import Run, command_line, started_from
 from callbacks.run_metrics import RunMetrics, write_metrics
 
 _PACKAGES = (
@@ -43,9 +43,10 @@ def record_start(
         return
     write_text(run.directory / "data_report.json", json.dumps(data.report, indent=2) + "\n")
     config_text = (run.directory / "config.yaml").read_text(encoding="utf-8")
+    own = run.resume_from is None or run.resume_from.is_relative_to(run.directory)
     record = {
         "command": command_line(),
-        "resumed_from": None if run.resume_from is None else str(run.resume_from),
+        "started_from": started_from(run.directory) if own else str(run.resume_from),
         "resumed_at_step": run.resume_step,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "platform": platform.platform(),
@@ -87,7 +88,13 @@ def finish(
     if metrics.validated_step != trainer.global_step and len(data.validation_split):
         trainer.validate(module, data, verbose=False)
     if config.export.enabled and trainer.is_global_zero:
-        export_run(module.model, data.tokenizer, run.directory / "export", layout=config.export.layout)
+        export_run(
+            module.model,
+            data.tokenizer,
+            run.directory / "export",
+            layout=config.export.layout,
+            end_of_turn_id=data.renderer.end_of_turn_id,
+        )
     values = write_metrics(run.directory / "metrics.json", trainer, metrics, "finished")
     if trainer.logger is not None:
         trainer.logger.finalize("success")

@@ -167,7 +167,7 @@ def _decide(config: RunConfig, directory: Path) -> Run:
             log.info("starting from %s", _short(wanted))
             return Run(directory, wanted, checkpoint_step(wanted), False)
         # the same command again, after an interruption, continues its own run
-        if wanted.absolute() != newest.absolute() and _resumed_from(directory) != str(wanted.absolute()):
+        if wanted != newest and started_from(directory) != str(wanted):
             raise ConfigError(
                 f"resume={config.resume}: {_short(directory)} already holds a run of its own, at step "
                 f"{checkpoint_step(newest)}; choose another run_name, or continue it with resume=auto"
@@ -196,10 +196,11 @@ def _checkpoint_at(path: Path) -> Path:
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise ConfigError(f"resume={path}: no such directory; give a run folder, a checkpoint, auto or never")
+    path = path.absolute()
     run = path if (path / "checkpoints").is_dir() else path.parent.parent
     whole = whole_checkpoints(run)
     for _, checkpoint in whole:
-        if checkpoint.absolute() == path.absolute():
+        if checkpoint == path:
             return checkpoint
     if run == path and whole:
         return whole[-1][1]
@@ -214,9 +215,10 @@ def _stored_config(directory: Path) -> dict[str, Any] | None:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _resumed_from(directory: Path) -> str | None:
+def started_from(directory: Path) -> str | None:
+    """The checkpoint of another run that this folder's run began with, by its `run.json`."""
     path = directory / "run.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("resumed_from") if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")).get("started_from") if path.exists() else None
 
 
 def _is_finished(config: RunConfig, directory: Path, step: int) -> bool:

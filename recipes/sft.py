@@ -32,6 +32,7 @@ def train(config: RunConfig, run: Run) -> float | None:
     quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
     hardware = detect_hardware(config.trainer.accelerator)
+    build.check_choices(config)
 
     pretrained = build.find_pretrained(config.model)
     tokenizer = build.make_tokenizer(config, pretrained)
