@@ -152,7 +152,11 @@ def gated_mlp_by_grouped_mm(
     down_LDF: Tensor,
     activation: Activation,
 ) -> Tensor:
-    """`gated_mlp` by `torch.nn.functional.grouped_mm`: bf16, fp16 or fp32, offsets stay on the device."""
+    """`gated_mlp` by `torch.nn.functional.grouped_mm`: bf16, fp16 or fp32.
+
+    In bf16 on GPUs of sm_90 and sm_100 the offsets stay on the device. Elsewhere torch itself reads them on
+    the host and loops over the experts (aten/src/ATen/native/cuda/GroupedBlas.cpp, torch 2.10).
+    """
     hidden_size, intermediate_size = x_RD.shape[1], gate_LFD.shape[1]
     # rows of every operand must start at multiples of 16 bytes; zero columns change no product
     multiple = 16 // x_RD.element_size()

@@ -194,3 +194,14 @@ def test_the_emulation_is_announced_once(caplog: pytest.LogCaptureFixture) -> No
         "moe/compute=fp8 runs as exact emulation on cpu: fp8's numbers, not its speed"
     ]
     assert compute.description == "fp8 (e4m3, emulated on cpu)"
+
+
+def test_the_default_dtype_of_torch_changes_nothing() -> None:
+    case = make_case(COUNTS[0], num_padding_rows=3)
+    expected = outputs_and_gradients(build_compute("fp8", case), case)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        actual = outputs_and_gradients(build_compute("fp8", case), case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(actual[key], expected[key]) for key in actual)

@@ -11,7 +11,7 @@ The contract that every plugin keeps, and that tests/compute checks against `ref
 - The gradient of y may arrive expanded or non-contiguous.
 - y has the dtype of x, under autocast the autocast dtype; gradients have the dtype of what they belong to.
 - Router weights are applied outside, by the dispatcher's `combine`.
-- On a CUDA device nothing waits for the GPU (`reference` excepted).
+- On a CUDA device no plugin waits for the GPU, except where its docstring says so.
 """
 
 from __future__ import annotations

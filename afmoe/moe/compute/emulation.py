@@ -161,7 +161,7 @@ def round_busy_experts(w_LNK: Tensor, segments: Segments, scales: str) -> Tensor
     busy = [e for e, _, _ in segments.busy]
     if len(busy) == w_LNK.shape[0]:
         return round_weights(w_LNK, scales)
-    rounded_LNK = torch.empty(w_LNK.shape, device=w_LNK.device)
+    rounded_LNK = w_LNK.new_empty(w_LNK.shape, dtype=torch.float32)
     rounded_LNK[busy] = round_weights(w_LNK[busy], scales)
     return rounded_LNK
 

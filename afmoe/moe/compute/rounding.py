@@ -43,7 +43,7 @@ def round_rows(x_RK: Tensor, scales: str) -> Tensor:
     num_rows, size = x_RK.shape
     block = min(BLOCK_SIZE, size)
     padding = -size % block
-    out = torch.empty(num_rows, (size + padding) // block, block, device=x_RK.device)
+    out = x_RK.new_empty(num_rows, (size + padding) // block, block, dtype=torch.float32)
     for start, end in _chunks(num_rows, size):
         blocks = F.pad(x_RK[start:end].float(), (0, padding)).unflatten(1, (-1, block))
         round_to_blocks(blocks, (2,), scales, out[start:end])
@@ -55,7 +55,7 @@ def round_weights(w_LNK: Tensor, scales: str) -> Tensor:
     num_experts, num_rows, num_columns = w_LNK.shape
     row_block, column_block = min(BLOCK_SIZE, num_rows), min(BLOCK_SIZE, num_columns)
     padding = (0, -num_columns % column_block, 0, -num_rows % row_block)
-    out = torch.empty(num_experts, num_rows, num_columns, device=w_LNK.device)
+    out = w_LNK.new_empty(w_LNK.shape, dtype=torch.float32)
     for start, end in _chunks(num_experts, num_rows * num_columns):
         padded = F.pad(w_LNK[start:end].float(), padding)
         blocks = padded.unflatten(2, (-1, column_block)).unflatten(1, (-1, row_block))
@@ -68,7 +68,7 @@ def round_columns(x_RK: Tensor, blocks: ColumnBlocks, scales: str) -> Tensor:
     """fp32 values of x in 128 x 1 blocks down each expert's rows, in the rows of `blocks`."""
     size = x_RK.shape[1]
     num_blocks = blocks.row_of_slot.shape[0] // BLOCK_SIZE
-    out = torch.empty(num_blocks, BLOCK_SIZE, size, device=x_RK.device)
+    out = x_RK.new_empty(num_blocks, BLOCK_SIZE, size, dtype=torch.float32)
     for start, end in _chunks(num_blocks, BLOCK_SIZE * size):
         slots = blocks.row_of_slot[start * BLOCK_SIZE : end * BLOCK_SIZE]
         rows = x_RK.index_select(0, slots).float().unflatten(0, (-1, BLOCK_SIZE))
