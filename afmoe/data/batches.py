@@ -129,8 +129,8 @@ class PackLoader:
     epoch at the length. Not a `DataLoader` itself: Lightning would swap its sampler.
     """
 
-    def __init__(self, batches: PackBatches, num_workers: int) -> None:
-        self.batches, self.num_workers = batches, num_workers
+    def __init__(self, batches: PackBatches, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+        self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -143,7 +143,7 @@ class PackLoader:
                 batch_size=None,
                 sampler=order,
                 num_workers=self.num_workers,
-                pin_memory=torch.cuda.is_available(),
+                pin_memory=self.pin_memory,
             )
         )
 

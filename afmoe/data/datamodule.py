@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Sample:
     prompt_ids: list[int]
     """The prompt as the model reads it, up to where the answer begins."""
     target: str
+    """All that the assistant writes, thoughts and tool calls included."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class Position:
 
 
 class AfmoeDataModule(LightningDataModule):
-    """Batches of packed conversations (keys and dtypes: `batches.make_batch`) of the source that `config`
-    belongs to.
+    """Batches of packed conversations from the source that `config` belongs to.
 
-    Besides the tensors a training batch holds the plain ints `num_label_tokens` and `num_real_tokens` of its
-    whole optimizer step, over all ranks and micro-batches; a validation batch those of itself.
+    Keys and dtypes of the tensors are those of `batches.make_batch`. Besides them a training batch holds the
+    plain ints `num_label_tokens` and `num_real_tokens` of its whole optimizer step, over all ranks and
+    micro-batches; a validation batch those of itself.
 
     For a trainer with `reload_dataloaders_every_n_epochs=1` and `use_distributed_sampler=False`; without one
     it is rank 0 of 1 in epoch 0. `data.chat_template` is set on the tokenizer.
@@ -94,23 +95,19 @@ class AfmoeDataModule(LightningDataModule):
 
     @property
     def layout(self) -> StepLayout:
-        return StepLayout(
-            self.config.batch_size, self.accumulate, self.trainer.world_size if self.trainer else 1
-        )
+        world_size = self.trainer.world_size if self.trainer else 1
+        return StepLayout(self.config.batch_size, self.accumulate, world_size)
 
     @property
     def batches_done(self) -> int:
-        """Micro-batches of the resumed epoch that are done, counted in this run's batch size and world size.
-
-        Lightning's own count comes from the checkpoint, in the batches of the run that wrote it.
-        """
-        return batches_of(self._resume_at.packs_consumed, self.layout)
+        """Micro-batches of the current epoch that a resumed run has behind it, in this run's batches."""
+        return batches_of(self._packs_behind, self.layout)
 
     def train_dataloader(self) -> PackLoader:
         """What is left of the trainer's current epoch."""
-        epoch = self.trainer.current_epoch if self.trainer else 0
-        consumed = self._resume_at.packs_consumed if epoch == self._resume_at.epoch else 0
+        epoch, consumed = self._epoch, self._packs_behind
         self._started_at = Position(epoch, consumed, self._global_step)
+        self._correct_batch_progress()
         trainer: Any = self.trainer
         # overfitting means the same packs in every epoch
         plan = self._epoch_plan(0 if trainer and trainer.overfit_batches else epoch)
@@ -122,7 +119,7 @@ class AfmoeDataModule(LightningDataModule):
         layout = StepLayout(self.config.batch_size, 1, self.layout.world_size)
         return self._loader(self.validation_split, self._validation_plan, layout, counts_whole_step=False)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """How far the run is, from the optimizer steps done: what workers have prefetched does not count."""
         steps = self._global_step - self._started_at.global_step
         packs_per_step = self.layout.packs_per_step
@@ -130,13 +127,20 @@ class AfmoeDataModule(LightningDataModule):
             "epoch": self._started_at.epoch,
             "packs_consumed": self._started_at.packs_consumed + steps * packs_per_step,
             "packs_per_step": packs_per_step,
+            "rows": self.train_split.fingerprint,
         }
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` says, after `setup`.
 
-        Raises `ConfigError` for another number of packs per step, unless `data.allow_batch_change`.
+        Raises `ConfigError` for other training rows, whose plan would be another, and for another number of
+        packs per step, unless `data.allow_batch_change`.
         """
+        if state_dict["rows"] != self.train_split.fingerprint:
+            raise ConfigError(
+                "the training rows (files, tokenizer or chat template) are not those of the checkpoint; "
+                "restore them, or start a new run from its weights with model.pretrained"
+            )
         layout, stored = self.layout, state_dict["packs_per_step"]
         if stored != layout.packs_per_step and not self.config.allow_batch_change:
             raise ConfigError(
@@ -154,12 +158,13 @@ class AfmoeDataModule(LightningDataModule):
         samples: list[Sample] = []
         rows = self.source.validation_rows()
         while len(samples) < count and (row := _next_row(rows)) is not None:
-            if not isinstance(self.renderer.render([row])[0], BadRow):
-                end = last_assistant_turn(row)
-                target = row.messages[end].get("content", "")
-                samples.append(
-                    Sample(row.messages[:end], row.tools, self.renderer.render_prompt(row), target)
-                )
+            end = last_assistant_turn(row)
+            result = self.renderer.render([replace(row, messages=row.messages[: end + 1])])[0]
+            if isinstance(result, BadRow):
+                continue
+            prompt_ids = self.renderer.render_prompt(row)
+            answer: Any = self.tokenizer.decode(result.input_ids[len(prompt_ids) :], skip_special_tokens=True)
+            samples.append(Sample(row.messages[:end], row.tools, prompt_ids, answer))
         return samples
 
     def _read(self) -> None:
@@ -176,8 +181,33 @@ class AfmoeDataModule(LightningDataModule):
             report.packs, report.efficiency = len(plan), self._efficiency(self._splits[split], plan)
 
     @property
+    def _epoch(self) -> int:
+        return self.trainer.current_epoch if self.trainer else 0
+
+    @property
+    def _packs_behind(self) -> int:
+        """Packs of the current epoch that were consumed before this run resumed it."""
+        return self._resume_at.packs_consumed if self._epoch == self._resume_at.epoch else 0
+
+    @property
     def _global_step(self) -> int:
         return self.trainer.global_step if self.trainer else 0
+
+    def _correct_batch_progress(self) -> None:
+        """Tell a resuming trainer how many batches are done, in this run's batches.
+
+        Its own count comes from the checkpoint. It is wrong when the epoch was over there (it is reset only
+        if the next epoch is no longer), and when another batch or world size deals the same packs otherwise.
+        """
+        if self.trainer is None or not self.trainer.fit_loop.restarting:
+            return
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.ready == self.batches_done:
+            return
+        if self._epoch == self._resume_at.epoch:
+            # the whole run's count decides when to validate
+            _set_batches_done(progress.total, self._global_step * self.accumulate)
+        _set_batches_done(progress.current, self.batches_done)
 
     @property
     def _packing_options(self) -> dict[str, Any]:
@@ -200,7 +230,8 @@ class AfmoeDataModule(LightningDataModule):
             pack_length=self.config.sequence_length if self.config.packing else None,
             **options,
         )
-        return PackLoader(batches, self.config.num_workers)
+        is_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return PackLoader(batches, num_workers=self.config.num_workers, pin_memory=is_cuda)
 
     def _efficiency(self, rows: TokenRows, plan: PackPlan) -> float:
         """Real tokens among all tokens of a pass, the filling of its last optimizer step left out."""
@@ -216,3 +247,10 @@ class AfmoeDataModule(LightningDataModule):
 
 def _next_row(rows: Iterator[Row | BadRow]) -> Row | None:
     return next((row for row in rows if isinstance(row, Row)), None)
+
+
+def _set_batches_done(counts: Any, batches_done: int) -> None:
+    # a checkpoint written at a batch's end holds it as not completed; Lightning completes it on resuming
+    num_open = counts.ready - counts.completed
+    counts.ready = counts.started = counts.processed = batches_done
+    counts.completed = batches_done - num_open

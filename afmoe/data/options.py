@@ -36,7 +36,8 @@ class DataConfig:
                 raise ConfigError(f"data.{name} must be at least {bound}, got {value}")
         if self.on_bad_row not in ("drop", "error"):
             raise ConfigError(f"data.on_bad_row must be drop or error, got {self.on_bad_row}")
-        check_fraction("max_bad_fraction", self.max_bad_fraction)
+        if not 0.0 <= self.max_bad_fraction <= 1.0:
+            raise ConfigError(f"data.max_bad_fraction must lie in [0, 1], got {self.max_bad_fraction}")
         if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
             raise ConfigError(f"data.chat_template={self.chat_template} is no file")
 
@@ -55,7 +56,8 @@ class FileDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction("validation_fraction", self.validation_fraction)
+        if not 0.0 <= self.validation_fraction < 1.0:
+            raise ConfigError(f"data.validation_fraction must lie in [0, 1), got {self.validation_fraction}")
         for name in ("train_files", "validation_files"):
             value = getattr(self, name)
             if value is not None:
@@ -71,11 +73,6 @@ class FileDataConfig(DataConfig):
 
     def validation_paths(self) -> list[Path]:
         return matching_files("data.validation_files", self.validation_files or [])
-
-
-def check_fraction(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ConfigError(f"data.{name} must lie in [0, 1), got {value}")
 
 
 def matching_files(key: str, value: Any) -> list[Path]:

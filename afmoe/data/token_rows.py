@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -43,7 +44,7 @@ class TokenRows:
         labels_before = np.concatenate([[0], np.cumsum(self.is_label, dtype=np.int64)])
         return np.diff(labels_before[self.offsets])
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of tokens, labels and borders: equal for equal data, whatever files it came from."""
         digest = hashlib.sha256()

@@ -40,7 +40,7 @@ def pack_batches(
 def global_steps(rows: TokenRows, layout: tuple[int, int, int], consumed: int = 0) -> list[torch.Tensor]:
     """The packs [P, S] of each optimizer step, in a canonical order, over all ranks and micro-batches."""
     batch_size, accumulate, world_size = layout
-    ranks = [list(PackLoader(pack_batches(rows, layout, rank, consumed), 0)) for rank in range(world_size)]
+    ranks = [list(PackLoader(pack_batches(rows, layout, rank, consumed))) for rank in range(world_size)]
     steps = []
     for start in range(0, len(ranks[0]), accumulate):
         batches = [batch for rank in ranks for batch in rank[start : start + accumulate]]
@@ -100,7 +100,7 @@ def test_a_pass_has_every_row_once_and_ends_with_a_whole_step(layout: tuple[int,
 
 def test_a_rank_without_any_row_in_the_last_step_gets_a_batch_of_padding():
     rows = many_rows(1)
-    [batch] = PackLoader(pack_batches(rows, (1, 1, 2), rank=1), 0)
+    [batch] = PackLoader(pack_batches(rows, (1, 1, 2), rank=1))
     assert not batch["attention_mask"].any()
     assert (batch["num_label_tokens"], batch["num_real_tokens"]) == (1, 2)
 
@@ -109,8 +109,8 @@ def test_a_rank_without_any_row_in_the_last_step_gets_a_batch_of_padding():
 def test_a_pass_continued_after_some_steps_has_the_same_batches(layout: tuple[int, int, int]):
     rows = many_rows(100)
     for rank in range(layout[2]):
-        whole = PackLoader(pack_batches(rows, layout, rank), 0)
-        rest = PackLoader(pack_batches(rows, layout, rank, consumed=12), 0)
+        whole = PackLoader(pack_batches(rows, layout, rank))
+        rest = PackLoader(pack_batches(rows, layout, rank, consumed=12))
         assert len(rest) == len(whole)
         batches_done = 3 * layout[1]
         for expected, batch in zip(list(whole)[batches_done:], rest, strict=True):
@@ -125,7 +125,7 @@ def test_a_pass_continued_with_another_step_size_has_the_rest_of_the_rows_once()
     after = global_steps(rows, (5, 1, 2), consumed=12)
     packs = torch.cat([*before, *after])
     assert packs[packs != 0].unique(return_counts=True)[1].tolist() == rows.lengths.tolist()
-    loader = PackLoader(pack_batches(rows, (5, 1, 2), consumed=12), 0)
+    loader = PackLoader(pack_batches(rows, (5, 1, 2), consumed=12))
     # 12 packs are more than one step of 10, so the trainer counts two as done
     assert len(loader) == 2 + len(after)
     assert len(list(loader)) == len(after)
@@ -134,6 +134,6 @@ def test_a_pass_continued_with_another_step_size_has_the_rest_of_the_rows_once()
 def test_a_pass_that_was_finished_has_no_batch_left():
     rows = many_rows(10)
     whole = pack_batches(rows, (4, 1, 1))
-    finished = PackLoader(pack_batches(rows, (4, 1, 1), consumed=4 * len(whole)), 0)
+    finished = PackLoader(pack_batches(rows, (4, 1, 1), consumed=4 * len(whole)))
     assert len(finished) == len(whole)
     assert list(finished) == []

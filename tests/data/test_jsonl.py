@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,12 @@ def test_the_description_says_which_files_and_how_large(tmp_path: Path):
         source(path).description
         == f"jsonl: rows.jsonl ({path.stat().st_size / 1e6:.1f} MB), 5.0% of the rows held out"
     )
+
+
+def test_a_choice_is_checked_without_torch_and_numpy():
+    program = (
+        "import sys; from afmoe.registry import configure;"
+        "configure('data', 'jsonl'); configure('data', 'reverse_text');"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from afmoe.data.chat import ChatRenderer
 from afmoe.data.tokenizer import load_tokenizer
 from afmoe.errors import ConfigError
 
@@ -70,6 +72,18 @@ def test_a_saved_copy_loads_with_the_same_ids_and_template(tmp_path: Path):
     copy = load_tokenizer(str(tmp_path))
     assert copy.get_vocab() == tokenizer.get_vocab()
     assert copy.chat_template == tokenizer.chat_template
+
+
+def test_neither_loading_nor_rendering_opens_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"a connection was tried: {arguments}")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    load_tokenizer().save_pretrained(tmp_path)
+    for path in (None, str(tmp_path)):
+        assert ChatRenderer(load_tokenizer(path)).end_of_turn_id == 260
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path):
