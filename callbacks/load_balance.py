@@ -47,7 +47,8 @@ class LoadBalance(MoeCallback):
         blocks = self.blocks(pl_module)
         statistics = [block.statistics for block in blocks if block.statistics is not None]
         counts_LE = torch.stack([counted.counts_E for counted in statistics])
-        self.window_LE = counts_LE if self.window_LE is None else self.window_LE + counts_LE
+        # not the same tensor twice: the reductions below work in place
+        self.window_LE = counts_LE.clone() if self.window_LE is None else self.window_LE + counts_LE
         if trainer.global_step % trainer.log_every_n_steps:
             return
         sums_L2 = torch.stack(

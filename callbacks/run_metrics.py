@@ -38,6 +38,10 @@ class RunMetrics(Callback):
         self._resumed_losses: list[float] = []
         self._mark = 0.0
         self._logged = (0, 0.0)
+        self._trainer: Trainer | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged = (self.tokens, self.seconds)
@@ -61,7 +65,8 @@ class RunMetrics(Callback):
         self.tokens += batch["num_real_tokens"]
         self.recent_losses.append(pl_module.step_loss)
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            loss = trainer.strategy.reduce(pl_module.step_loss, reduce_op="sum")
+            # a copy: the reduction works in place
+            loss = trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")
             self.log("train/loss", loss, prog_bar=True)
             self.log("train/gradient_norm", pl_module.gradient_norm)
         # an asynchronous device has finished the steps up to here by the time its loss is read for the log
@@ -82,24 +87,20 @@ class RunMetrics(Callback):
             counts_LE = trainer.strategy.reduce(torch.stack(counts), reduce_op="sum")
             self.max_violation = float(max_violation(counts_LE).mean())
 
-    def mean_loss(self, trainer: Trainer) -> float | None:
-        """Mean of the last 20 steps' losses, over all ranks. Every rank has to ask."""
-        losses = self._losses(trainer)
-        return sum(losses) / len(losses) if losses else None
-
-    def _losses(self, trainer: Trainer) -> list[float]:
+    def losses(self) -> list[float]:
+        """The last 20 steps' losses, over all ranks. Every rank has to ask."""
         fresh: list[float] = []
-        if self.recent_losses:
-            fresh = trainer.strategy.reduce(torch.stack(list(self.recent_losses)), reduce_op="sum").tolist()
+        if self.recent_losses and self._trainer is not None:
+            shares = torch.stack(list(self.recent_losses))
+            fresh = self._trainer.strategy.reduce(shares, reduce_op="sum").tolist()
         return [*self._resumed_losses, *fresh][-_RECENT_STEPS:]
 
     def state_dict(self) -> dict[str, Any]:
+        # Lightning collects a checkpoint on every rank, so all of them ask for the losses
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "recent_losses": [*self._resumed_losses, *(float(loss) for loss in self.recent_losses)][
-                -_RECENT_STEPS:
-            ],
+            "recent_losses": self.losses(),
             "validation": self.validation,
             "validated_step": self.validated_step,
             "max_violation": self.max_violation,
@@ -116,9 +117,10 @@ class RunMetrics(Callback):
 
 def write_metrics(path: Path, trainer: Trainer, metrics: RunMetrics, status: str) -> dict[str, Any]:
     """Write `metrics.json` (rank 0) and return what it holds. Every rank has to call it."""
+    losses = metrics.losses()
     values: dict[str, Any] = {
         "status": status,
-        "train/loss": metrics.mean_loss(trainer),
+        "train/loss": sum(losses) / len(losses) if losses else None,
         "train/steps": trainer.global_step,
         "train/tokens": metrics.tokens,
         "train/tokens_per_second": metrics.tokens / metrics.seconds if metrics.seconds else None,
