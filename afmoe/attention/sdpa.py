@@ -7,6 +7,7 @@ lie in its own block and the one before: time and memory grow linearly with the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,6 @@ _MIN_BLOCK = 64
 _FEW_KEYS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Masks:
-    """What all layers of one forward share. A mask of None: every query sees every key, or is causal."""
-
-    full: Tensor | None
-    sliding: Tensor | None
-    """[B or 1, queries, keys], or with blocks [B * blocks, block, 2 * block]."""
-    is_full_causal: bool
-    is_sliding_causal: bool
-    num_blocks: int
-    """Blocks that a sliding layer is cut into; 0: not cut."""
-
-
 @register("attention", "sdpa")
 class SdpaAttention:
     @dataclass(kw_only=True)
@@ -45,83 +33,94 @@ class SdpaAttention:
 
     def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
         self.window = window
-        self.block_size = max(window, _MIN_BLOCK)
 
-    def prepare(self, layout: SequenceLayout) -> _Masks:
-        # one unpadded document a row: torch's own causal path, which reads no mask and skips what lies above
-        # the diagonal
-        is_causal = layout.document_ids_BS is None and layout.num_cached == 0 and layout.num_keys > _FEW_KEYS
-        fits = layout.num_keys <= self.window
-        has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
-        full = None if is_causal else layout.visible(None)
-        if has_blocks:
-            sliding = self._block_masks(layout)
-        elif fits:
-            sliding = full
-        else:
-            first_key = max(0, layout.num_cached - self.window + 1)
-            sliding = layout.visible(self.window, first_key)
-        return _Masks(
-            full=full,
-            sliding=sliding,
-            is_full_causal=is_causal,
-            is_sliding_causal=is_causal and fits,
-            num_blocks=-(-layout.num_queries // self.block_size) if has_blocks else 0,
-        )
+    def prepare(self, layout: SequenceLayout) -> Masks:
+        return Masks(layout, self.window)
 
     def __call__(
         self,
         query_BSHC: Tensor,
         key_BSGC: Tensor,
         value_BSGC: Tensor,
-        prepared: _Masks,
+        prepared: Masks,
         *,
         is_sliding: bool,
         dropout: float,
     ) -> Tensor:
         if not is_sliding:
-            return _attend(query_BSHC, key_BSGC, value_BSGC, prepared.full, prepared.is_full_causal, dropout)
-        if not prepared.num_blocks:
-            return _attend(
-                query_BSHC, key_BSGC, value_BSGC, prepared.sliding, prepared.is_sliding_causal, dropout
-            )
-        batch_size, length, num_heads, head_dim = query_BSHC.shape
+            return _attend(query_BSHC, key_BSGC, value_BSGC, prepared.full, prepared.is_causal, dropout)
+        if not prepared.has_blocks:
+            is_causal = prepared.is_causal and prepared.fits_window
+            return _attend(query_BSHC, key_BSGC, value_BSGC, prepared.sliding, is_causal, dropout)
+        batch_size, length = query_BSHC.shape[:2]
         mixed = _attend(
-            self._blocks(query_BSHC, prepared.num_blocks).flatten(0, 1),
-            self._blocks_with_previous(key_BSGC, prepared.num_blocks),
-            self._blocks_with_previous(value_BSGC, prepared.num_blocks),
+            prepared.blocks(query_BSHC).flatten(0, 1),
+            prepared.blocks_with_previous(key_BSGC),
+            prepared.blocks_with_previous(value_BSGC),
             prepared.sliding,
             False,
             dropout,
         )
-        return mixed.reshape(batch_size, -1, num_heads, head_dim)[:, :length]
+        return mixed.unflatten(0, (batch_size, -1)).flatten(1, 2)[:, :length]
 
-    def _blocks(self, x_BSHC: Tensor, num_blocks: int) -> Tensor:
+
+class Masks:
+    """The masks that all layers of one forward share, each built when the first layer asks for it.
+
+    A mask of None stands for torch's own causal path where `is_causal`, else every query sees every key.
+    """
+
+    def __init__(self, layout: SequenceLayout, window: int) -> None:
+        self.layout = layout
+        self.window = window
+        self.block_size = max(window, _MIN_BLOCK)
+        # one unpadded document a row: torch reads no mask then and skips what lies above the diagonal
+        is_plain = layout.document_ids_BS is None and layout.num_cached == 0
+        self.is_causal = is_plain and layout.num_keys > _FEW_KEYS
+        self.fits_window = layout.num_keys <= window
+        # up to two blocks a mask of all tokens is no larger than that of the blocks
+        self.has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
+        self.num_blocks = -(-layout.num_queries // self.block_size)
+
+    @cached_property
+    def full(self) -> Tensor | None:
+        """[B or 1, queries, keys]."""
+        return None if self.is_causal else self.layout.visible(None)
+
+    @cached_property
+    def sliding(self) -> Tensor | None:
+        """[B or 1, queries, keys], with blocks [B * blocks, block, 2 * block]."""
+        if self.has_blocks:
+            return self._block_masks()
+        if self.fits_window:
+            return self.full
+        return self.layout.visible(self.window, max(0, self.layout.num_cached - self.window + 1))
+
+    def blocks(self, x_BSHC: Tensor) -> Tensor:
         """[B, blocks, block, H, C], zeros behind the last token."""
-        missing = num_blocks * self.block_size - x_BSHC.shape[1]
-        return F.pad(x_BSHC, (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, self.block_size))
+        missing = self.num_blocks * self.block_size - x_BSHC.shape[1]
+        return F.pad(x_BSHC, (0, 0, 0, 0, 0, missing)).unflatten(1, (self.num_blocks, self.block_size))
 
-    def _blocks_with_previous(self, x_BSGC: Tensor, num_blocks: int) -> Tensor:
+    def blocks_with_previous(self, x_BSGC: Tensor) -> Tensor:
         """[B * blocks, 2 * block, G, C]: each block behind the one before it, zeros before the first."""
-        blocks = self._blocks(x_BSGC, num_blocks)
+        blocks = self.blocks(x_BSGC)
         previous = F.pad(blocks[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
         return torch.cat((previous, blocks), dim=2).flatten(0, 1)
 
-    def _block_masks(self, layout: SequenceLayout) -> Tensor:
-        """[B * blocks, block, 2 * block]: what a block's queries see of it and the block before it."""
-        size = self.block_size
-        num_blocks = -(-layout.num_queries // size)
+    def _block_masks(self) -> Tensor:
+        """What a block's queries see of it and of the block before it."""
+        layout, size = self.layout, self.block_size
         queries_S1 = torch.arange(size, 2 * size, device=layout.device)[:, None]
         keys_S = torch.arange(2 * size, device=layout.device)
         band = (keys_S <= queries_S1) & (keys_S > queries_S1 - self.window)
         if layout.document_ids_BS is None:
-            has_previous = torch.arange(num_blocks, device=layout.device)[:, None, None] > 0
+            has_previous = torch.arange(self.num_blocks, device=layout.device)[:, None, None] > 0
             mask = band & (has_previous | (keys_S >= size))
             return mask.repeat(layout.batch_size, 1, 1)
         # an id that no token has, for what lies before the first and behind the last token; a query behind
         # the last token still sees itself, so that its softmax is not empty
-        documents = F.pad(layout.document_ids_BS, (size, num_blocks * size - layout.num_queries), value=-2)
-        pairs = documents.unfold(1, 2 * size, size)
+        behind = self.num_blocks * size - layout.num_queries
+        pairs = F.pad(layout.document_ids_BS, (size, behind), value=-2).unfold(1, 2 * size, size)
         return (band & (pairs[:, :, size:, None] == pairs[:, :, None, :])).flatten(0, 1)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import time
 
 import pytest
 import torch
-from parity import SMALL, TOLERANCE, deviation, our_model, random_ids
+from parity import SMALL, TOLERANCE, deviation, gradients, our_model, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AfmoeConfig as TransformersConfig
 
 from afmoe import AfmoeConfig, AfmoeForCausalLM, AfmoeModel, iter_moe_blocks, registry
 from afmoe.attention.layout import sequence_layout
@@ -253,7 +256,7 @@ def test_the_bare_model_gives_the_hidden_states_under_the_head():
     assert torch.equal(model.lm_head(hidden), model(ids).logits)
 
 
-# published sizes of the Trinity models (model cards), in billions: total and active, embedding and head included
+# sizes of the Trinity models by their cards, in billions: total and active, embedding and head included
 @pytest.mark.parametrize(
     ("fields", "total", "active"),
     [
@@ -269,31 +272,72 @@ def test_the_bare_model_gives_the_hidden_states_under_the_head():
             26.124,
             3.475,
         ),
+        (
+            {"hidden_size": 3072, "intermediate_size": 12288, "moe_intermediate_size": 3072}
+            | {"num_hidden_layers": 60, "num_attention_heads": 48, "num_key_value_heads": 8}
+            | {"num_dense_layers": 6, "num_experts": 256, "num_experts_per_tok": 4},
+            398.635,
+            13.372,
+        ),
     ],
-    ids=["nano", "mini"],
+    ids=["nano", "mini", "large"],
 )
 def test_published_sizes_come_out_of_the_meta_device(fields: dict, total: float, active: float):
     with torch.device("meta"):
-        config = AfmoeConfig(
-            **fields, num_dense_layers=2, num_experts=128, num_experts_per_tok=8, num_shared_experts=1
-        )
-        model = AfmoeForCausalLM(config)
+        common = {
+            "num_dense_layers": 2,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+        }
+        model = AfmoeForCausalLM(AfmoeConfig(**common | fields))
     assert round(model.num_parameters() / 1e9, 3) == total
     assert round(model.num_parameters(active=True) / 1e9, 3) == active
 
 
+def test_defaults_equal_transformers():
+    ours, theirs = AfmoeConfig(), TransformersConfig()
+    own = {"norm_order", "router_init", "score_func", "route_norm", "rope_theta", "rope_scaling"}
+    for field in dataclasses.fields(AfmoeConfig):
+        if field.name not in own:
+            assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("is_mixed", [True, False], ids=["bf16-mixed", "bf16-true"])
+def test_bf16_training_gives_finite_gradients_near_those_of_fp32(attention: str, is_mixed: bool):
+    model = our_model(attention=attention)
+    ids, positions = random_ids(2, 40), torch.arange(40).remainder(25).expand(2, 40)
+    model(ids, positions, ids).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if not is_mixed:
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        output = model(ids, positions, ids)
+    output.loss.backward()
+    assert output.loss.dtype == torch.float32
+    found = gradients(model)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32 if is_mixed else torch.bfloat16}
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
+        # bf16 keeps 8 bits and flips some of the experts that are chosen; measured at most 0.16
+        assert deviation(found[name], expected[name]) < 0.5, name
+
+
 class _LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returned."""
+    """Remembers the size of the largest tensor that any operation returned, and of all together."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_elements = 0
+        self.num_elements_in_all = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor):
                 self.num_elements = max(self.num_elements, tensor.numel())
+                self.num_elements_in_all += tensor.numel()
         return output
 
 
@@ -311,3 +355,31 @@ def test_a_sliding_layer_never_makes_a_quadratic_tensor(is_packed: bool):
         sizes.append(max(seen.num_elements, prepared.sliding.numel()))
     assert sizes[1] <= 4.5 * sizes[0]
     assert sizes[1] < 4096 * 4096 / 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_packed", [False, True], ids=["one_document", "packed"])
+def test_time_and_memory_of_a_sliding_layer_grow_linearly_from_4k_to_32k(is_packed: bool):
+    plugin = registry.build(registry.configure("attention", "sdpa"), window=128)
+    seconds, elements = {}, {}
+    for length in (4096, 32768):
+        positions = torch.arange(length)[None] % 700 if is_packed else None
+        layout = sequence_layout((1, length), torch.device("cpu"), positions)
+        query = torch.randn(1, length, 4, 32, requires_grad=True)
+        prepared = plugin.prepare(layout)
+
+        def run(query=query, prepared=prepared) -> None:
+            plugin(query, query, query, prepared, is_sliding=True, dropout=0.0).sum().backward()
+
+        with _LargestTensor() as seen:
+            run()
+        elements[length] = seen.num_elements_in_all / length
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            run()
+            times.append(time.process_time() - start)
+        seconds[length] = min(times) / length
+    # the contract's bound; measured: elements 1.00, processor time 1.12
+    assert elements[32768] <= 1.3 * elements[4096]
+    assert seconds[32768] <= 1.3 * seconds[4096]
