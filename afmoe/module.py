@@ -153,19 +153,6 @@ class AfmoeModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.model.on_weights_updated()
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
-        if datamodule is not None and "loops" in checkpoint:
-            _recount_batches(checkpoint["loops"]["fit_loop"], datamodule.batches_done)
-
-
-def _recount_batches(fit_loop: dict[str, Any], batches_done: int) -> None:
-    """Count Lightning's progress in an epoch in this run's micro-batches, not in those of the run that saved it."""
-    progress = fit_loop["epoch_loop.batch_progress"]
-    change = batches_done - progress["current"]["ready"]
-    if change:
-        for counts in (progress["current"], progress["total"]):
-            for name in counts:
-                counts[name] += change
 
 
 def exact_documents(right_BS: Tensor, counted_BS: Tensor, document_ids_BS: Tensor) -> tuple[Tensor, Tensor]:

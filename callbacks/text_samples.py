@@ -45,7 +45,7 @@ class TextSamples(Callback):
             torch.tensor(ids, device=module.device),
             self.max_new_tokens,
             attention_mask=torch.tensor(mask, device=module.device),
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=[self.data.renderer.end_of_turn_id, tokenizer.eos_token_id],
             pad_token_id=fill,
         )[:, length:]
         return tokenizer.batch_decode(new_BS, skip_special_tokens=True)
