@@ -43,7 +43,9 @@ def small(overrides: list[str]) -> list[str]:
 
 
 def _with_few_steps(override: str) -> str:
-    override = re.sub(r"^(trainer\.max_steps=)(\d+)$", lambda found: f"{found[1]}{int(found[2]) // 100}", override)
+    override = re.sub(
+        r"^(trainer\.max_steps=)(\d+)$", lambda found: f"{found[1]}{int(found[2]) // 100}", override
+    )
     return re.sub(r"step-(\d{6})", lambda found: f"step-{int(found[1]) // 100:06d}", override)
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
-from afmoe.moe.router import Routing
 from afmoe.module import AfmoeModule
+from afmoe.moe.router import Routing
 from afmoe.registry import build, configure
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
@@ -94,7 +94,9 @@ def trained(precision: str, fp32_router: bool) -> tuple[AfmoeForCausalLM, Routin
 
 
 # Lightning 2.6.6 against torch 2.13, and a hint about data workers
-@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:You defined a")
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:You defined a"
+)
 @pytest.mark.parametrize("fp32_router", [False, True], ids=["plain", "fp32_router"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_table_of_dtypes_is_what_a_step_has(precision: str, fp32_router: bool, tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ def test_table_lists_every_group_and_every_option() -> None:
     assert table == {group: set(group_options(group)) for group in config_groups()}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
@@ -131,7 +133,7 @@ def run_page(page: str, folder: Path) -> str:
     programs = {
         "python": PYTHON.format(python=sys.executable, small_recipe=ROOT / "tests" / "small_recipe.py"),
         "pip": PIP.format(python=sys.executable),
-        "make": f"#!/bin/sh\n[ \"$1\" = sft ] && exec {MAKE_SFT}\n",
+        "make": f'#!/bin/sh\n[ "$1" = sft ] && exec {MAKE_SFT}\n',
     }
     for name, text in programs.items():
         path = folder / "bin" / name
@@ -190,14 +192,20 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
         "with_plugin",
     }
     assert len(finished_runs(tmp_path / "multirun")) == 4 + 2
-    for text in ("reverse_text-afmoe_mini-fp8 is finished", "continuing outputs/first from step 2", "dry run"):
+    for text in (
+        "reverse_text-afmoe_mini-fp8 is finished",
+        "continuing outputs/first from step 2",
+        "dry run",
+    ):
         assert text in printed, text
     # the screens that the page shows have the lines that people see
     screens = [block.text for block in BLOCKS if block.page == "README.md" and block.language == "text"]
     assert len(screens) == 2
     for label in re.findall(r"^([\w./]+) {2,}\S", "".join(screens), re.MULTILINE):
         assert re.search(rf"^{re.escape(label)} {{2,}}\S", printed, re.MULTILINE), label
-    (report,) = [json.loads(block.text) for block in BLOCKS if block.page == "README.md" and block.language == "json"]
+    (report,) = [
+        json.loads(block.text) for block in BLOCKS if block.page == "README.md" and block.language == "json"
+    ]
     found = json.loads((outputs / "chats" / "data_report.json").read_text())
     assert report == {name: found[name] for name in report}
     events = EventAccumulator(str(outputs / "with_plugin" / "tensorboard")).Reload()
