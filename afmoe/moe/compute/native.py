@@ -16,7 +16,7 @@ from afmoe.registry import register
 class NativeCompute:
     """On a CPU one product per expert, in any dtype; on a GPU `torch.nn.functional.grouped_mm`.
 
-    In fp32, and on GPUs that are neither sm_90 nor sm_100, torch waits for the offsets in each grouped product.
+    In fp32, and on GPUs other than sm_90 and sm_100, torch waits for the offsets in each grouped product.
     """
 
     description = "native (grouped products in the model's dtype)"
