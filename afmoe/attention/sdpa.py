@@ -7,7 +7,6 @@ lie in its own block and the one before: time and memory grow linearly with the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -80,16 +79,24 @@ class Masks:
         self.fits_window = layout.num_keys <= window
         # up to two blocks a mask of all tokens is no larger than that of the blocks
         self.has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
+        self._built: dict[str, Tensor | None] = {}
         self.num_blocks = -(-layout.num_queries // self.block_size)
 
-    @cached_property
+    @property
     def full(self) -> Tensor | None:
         """[B or 1, queries, keys]."""
-        return None if self.is_causal else self.layout.visible(None)
+        if "full" not in self._built:
+            self._built["full"] = None if self.is_causal else self.layout.visible(None)
+        return self._built["full"]
 
-    @cached_property
+    @property
     def sliding(self) -> Tensor | None:
         """[B or 1, queries, keys], with blocks [B * blocks, block, 2 * block]."""
+        if "sliding" not in self._built:
+            self._built["sliding"] = self._sliding()
+        return self._built["sliding"]
+
+    def _sliding(self) -> Tensor | None:
         if self.has_blocks:
             return self._block_masks()
         if self.fits_window:
