@@ -5,7 +5,8 @@ Tensor names end in their shape, one letter an axis, everywhere in this package:
     B batch      S sequence     T tokens (B*S)      D hidden size
     H query heads     G key/value heads     C channels of a head
     E experts    L experts held locally    K experts per token (top-k)
-    N routed copies (T*K)    R rows that the local experts receive    F hidden size of an expert    V vocabulary
+    N routed copies (T*K)    R rows that the local experts receive
+    F hidden size of an expert    V vocabulary
 
 Names below are imported when first used, so that `import afmoe` stays light.
 """
@@ -34,7 +35,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "CONF_DIRECTORY":
-        # the folder that holds the config groups: `conf/` of a checkout, or the installed package of that name
+        # the folder that holds the config groups: `conf/` of a checkout, or the installed package of that
+        # name
         return Path(importlib.import_module("conf").__file__ or "").parent
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)

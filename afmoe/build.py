@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from transformers import PreTrainedTokenizerBase
 
 from afmoe.checkpoint.config_file import read_config
-from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.checkpoint.hub import resolve_pretrained
+from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.checkpoint.pretrained import load_pretrained
 from afmoe.checkpoint.vocabulary import resize_vocabulary
 from afmoe.config import AfmoeConfig, ModelConfig, RunConfig
@@ -75,10 +75,11 @@ def find_pretrained(config: ModelConfig) -> Path | None:
 def model_source(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, pretrained: Path | None
 ) -> ModelSource:
-    """The model's config: the checkpoint's, or the preset's with the tokenizer's vocabulary and special tokens.
+    """The model's config: the checkpoint's, or the preset's with the tokenizer's vocabulary and special
+    tokens.
 
-    Raises `ConfigError` where a field that the person set contradicts the checkpoint, and where the tokenizer has
-    more tokens than the vocabulary.
+    Raises `ConfigError` where a field that the person set contradicts the checkpoint, and where the tokenizer
+    has more tokens than the vocabulary.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(AfmoeConfig)}
     num_tokens = len(tokenizer)
@@ -95,16 +96,16 @@ def model_source(
                 )
         if num_tokens > stored.vocab_size and not config.tokenizer.resize:
             raise ConfigError(
-                f"the tokenizer has {num_tokens} tokens, the checkpoint's vocab_size is {stored.vocab_size}; use the "
-                "checkpoint's own tokenizer, or tokenizer.resize=true to grow embedding and head"
+                f"the tokenizer has {num_tokens} tokens, the checkpoint's vocab_size is {stored.vocab_size}; "
+                "use the checkpoint's own tokenizer, or tokenizer.resize=true to grow embedding and head"
             )
         return ModelSource(stored, pretrained)
     if "vocab_size" not in config.model.explicit:
         fields["vocab_size"] = num_tokens
     elif fields["vocab_size"] < num_tokens:
         raise ConfigError(
-            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer, which has {num_tokens} tokens; "
-            "leave it out to follow the tokenizer"
+            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer, which has "
+            f"{num_tokens} tokens; leave it out to follow the tokenizer"
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in config.model.explicit:
@@ -152,9 +153,9 @@ def _refuse_too_large(config: AfmoeConfig, plugins: dict[str, Any], hardware: Ha
     available_gib = hardware.memory_gib * hardware.num_devices
     if needed_gib > available_gib:
         raise MachineError(
-            f"training {parameters / 1e9:.2f} billion parameters needs at least {needed_gib:.0f} GiB (weights, "
-            f"gradients, optimizer states in fp32), this machine has {available_gib:.0f} GiB; choose "
-            "model=afmoe_mini, or shrink the model, e.g. model.num_hidden_layers=4"
+            f"training {parameters / 1e9:.2f} billion parameters needs at least {needed_gib:.0f} GiB "
+            f"(weights, gradients, optimizer states in fp32), this machine has {available_gib:.0f} GiB; "
+            "choose model=afmoe_mini, or shrink the model, e.g. model.num_hidden_layers=4"
         )
 
 

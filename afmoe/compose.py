@@ -1,7 +1,8 @@
 """From the command line to a typed `RunConfig`, and the checks that need no torch.
 
-Hydra composes the groups; this module refuses what Hydra would accept silently (a group typed with dots, a section
-replaced by a value, a value of another type than the YAML's default) and hands the recipe plain dataclasses.
+Hydra composes the groups; this module refuses what Hydra would accept silently (a group typed with dots, a
+section replaced by a value, a value of another type than the YAML's default) and hands the recipe plain
+dataclasses.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from afmoe import CONF_DIRECTORY
-from afmoe.conf_tree import compose_defaults, config_groups
 from afmoe.checkpoint.directory import remove_if_empty
+from afmoe.conf_tree import compose_defaults, config_groups
 from afmoe.config import AfmoeConfig, RunConfig
 from afmoe.errors import (
     ConfigError,
@@ -37,8 +38,8 @@ from afmoe.errors import (
 def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[[], Any]]:
     """Make a function of a `RunConfig` the program behind `conf/<config_name>.yaml`.
 
-    The result parses the command line with Hydra, checks it, calls the function (once a job under `-m`) and shows
-    mistakes as one line.
+    The result parses the command line with Hydra, checks it, calls the function (once a job under `-m`) and
+    shows mistakes as one line.
     """
 
     def decorate(function: Callable[[RunConfig], Any]) -> Callable[[], Any]:
@@ -47,7 +48,8 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
             try:
                 return function(typed_config(cfg))
             except UserError as error:
-                # a sweep goes on with its other jobs and fails at its end; a single run ends here, with one line only
+                # a sweep goes on with its other jobs and fails at its end; a single run ends here, with one
+                # line only
                 if HydraConfig.get().mode == RunMode.MULTIRUN or full_traces_wanted():
                     raise
                 show(error)
@@ -115,7 +117,9 @@ def _as_overrides(choices: dict[Any, Any]) -> list[str]:
 
 
 def _compare(path: str, node: Any, default: Any) -> None:
-    """Refuse what differs from the defaults in kind: an unknown key, a replaced section, a value of another type."""
+    """Refuse what differs from the defaults in kind: an unknown key, a replaced section, a value of another
+    type.
+    """
     if isinstance(default, DictConfig):
         if not isinstance(node, DictConfig):
             raise ConfigError(_replaced_section(path, node, default))
@@ -123,7 +127,8 @@ def _compare(path: str, node: Any, default: Any) -> None:
             inner = f"{path}.{key}" if path else str(key)
             if key not in default:
                 raise ConfigError(f"unknown key {inner}; the closest: {closest(str(key), map(str, default))}")
-            # a `null` default takes any type, and interpolations of the defaults are resolved in the config itself
+            # a `null` default takes any type, and interpolations of the defaults are resolved in the config
+            # itself
             if not OmegaConf.is_interpolation(default, key) and default[key] is not None:
                 _compare(inner, node[key], default[key])
     elif node is not None and not _same_type(node, default):
@@ -162,5 +167,8 @@ def _text(value: Any) -> str:
 def _replaced_section(path: str, value: Any, default: DictConfig) -> str:
     group = path.replace(".", "/")
     if group in config_groups():
-        return f"{path}={_text(value)} would replace the whole section; choose the group with a slash: {group}={_text(value)}"
+        return (
+            f"{path}={_text(value)} would replace the whole section; choose the group with a slash: "
+            f"{group}={_text(value)}"
+        )
     return f"{path} is a section, got {_text(value)}; its keys: {closest('', map(str, default))}"

@@ -15,8 +15,8 @@ from afmoe import CONF_DIRECTORY
 def _choice(group: str, *, _root_: DictConfig) -> str:
     """The resolver `${choice:GROUP}`: the option that was chosen of a group.
 
-    Hydra's own `${hydra:runtime.choices.GROUP}` fails in the name of a sweep's folder, which is needed before the
-    first job's config is known to it; there the choices still stand in the config itself.
+    Hydra's own `${hydra:runtime.choices.GROUP}` fails in the name of a sweep's folder, which is needed before
+    the first job's config is known to it; there the choices still stand in the config itself.
     """
     settings = _root_.get("hydra") or HydraConfig.get()
     return str(settings.runtime.choices[group])
@@ -40,7 +40,9 @@ def group_options(group: str) -> list[str]:
 
 
 def compose_defaults(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The config that the chosen groups give before any field is changed. Overrides of fields are passed over."""
+    """The config that the chosen groups give before any field is changed. Overrides of fields are passed
+    over.
+    """
     groups = config_groups()
     chosen = [
         override

@@ -1,7 +1,8 @@
 """The typed configuration: the model's (`AfmoeConfig`) and a run's (`RunConfig`).
 
-Plain dataclasses without torch. A section that chooses a plugin (`attention`, `moe.compute`, `data`, ...) stays a
-mapping here, `name` and options: its types are checked against the YAML, its values by the plugin's own `Config`.
+Plain dataclasses without torch. A section that chooses a plugin (`attention`, `moe.compute`, `data`, ...)
+stays a mapping here, `name` and options: its types are checked against the YAML, its values by the plugin's
+own `Config`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class AfmoeConfig:
     use_cache: bool = True
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any] | None = None
-    """transformers 5 form, `{rope_type, rope_theta, ...}`; None: built from `rope_theta` and `rope_scaling`."""
+    """transformers 5 form, `{rope_type, rope_theta, ...}`; None: built from `rope_theta` and `rope_scaling`.
+    """
     rope_theta: float | None = None
     """Older top-level form; 10,000 where nothing says otherwise."""
     rope_scaling: dict[str, Any] | None = None
@@ -67,11 +69,13 @@ class AfmoeConfig:
     attention_bias: bool = False
 
     norm_order: str = "scale_then_cast"
-    """RMSNorm: `scale_then_cast` multiplies by the weight in fp32 (transformers), `cast_then_scale` after the cast
-    to the activation dtype (the remote code published with the checkpoints)."""
+    """RMSNorm: `scale_then_cast` multiplies by the weight in fp32 (transformers), `cast_then_scale` after the
+    cast to the activation dtype (the remote code published with the checkpoints).
+    """
     router_init: str = "normal"
-    """Initial router weights: `normal` draws N(0, initializer_range); `zero` is transformers' choice, under which
-    every token of a fresh model goes to the same experts."""
+    """Initial router weights: `normal` draws N(0, initializer_range); `zero` is transformers' choice, under
+    which every token of a fresh model goes to the same experts.
+    """
     score_func: str = "sigmoid"
     route_norm: bool = True
     """Divide the chosen scores by their sum."""
@@ -121,7 +125,8 @@ class AfmoeConfig:
             raise ConfigError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ConfigError(
-                f"num_experts_per_tok must lie in [1, num_experts={self.num_experts}], got {self.num_experts_per_tok}"
+                f"num_experts_per_tok must lie in [1, num_experts={self.num_experts}], got "
+                f"{self.num_experts_per_tok}"
             )
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers:
@@ -132,7 +137,9 @@ class AfmoeConfig:
         for value in types:
             _one_of("layer_types", value, (SLIDING_ATTENTION, FULL_ATTENTION))
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ConfigError(f"pad_token_id must be below vocab_size={self.vocab_size}, got {self.pad_token_id}")
+            raise ConfigError(
+                f"pad_token_id must be below vocab_size={self.vocab_size}, got {self.pad_token_id}"
+            )
         _one_of("norm_order", self.norm_order, ("scale_then_cast", "cast_then_scale"))
         _one_of("router_init", self.router_init, ("normal", "zero"))
         _positive("rms_norm_eps", self.rms_norm_eps)
@@ -149,13 +156,16 @@ class ModelConfig(AfmoeConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub name."""
     explicit: list[str] = field(default_factory=list)
-    """Fields that the person set. They must agree with the config of `pretrained`; filled in by `compose.py`."""
+    """Fields that the person set. They must agree with the config of `pretrained`; filled in by `compose.py`.
+    """
 
 
 @dataclass(kw_only=True)
 class TokenizerConfig:
     path: str | None = None
-    """A tokenizer directory or hub name; None: the one inside `model.pretrained`, else the embedded byte tokenizer."""
+    """A tokenizer directory or hub name; None: the one inside `model.pretrained`, else the embedded byte
+    tokenizer.
+    """
     resize: bool = False
     """Grow embedding and head when the tokenizer has more tokens than the checkpoint."""
 
@@ -168,7 +178,9 @@ class MoeConfig:
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    """Lightning's own names and meanings (`lightning.Trainer`), except what has a group or key of its own here."""
+    """Lightning's own names and meanings (`lightning.Trainer`), except what has a group or key of its own
+    here.
+    """
 
     strategy: dict[str, Any] = field(default_factory=dict)
     accelerator: str = "auto"
@@ -254,7 +266,9 @@ class RunConfig:
     run_name: str = "run"
     seed: int = 0
     resume: str = "auto"
-    """`auto` continues a run folder that holds a whole checkpoint, `never` refuses one, a path names a checkpoint."""
+    """`auto` continues a run folder that holds a whole checkpoint, `never` refuses one, a path names a
+    checkpoint.
+    """
     overwrite: bool = False
     """With `resume=never`: move an older run folder of this name aside, to `<run_name>.<n>`."""
     dry_run: bool = False

@@ -9,7 +9,7 @@ _NOISE = ("Tip: For seamless cloud", "GPU available:", "TPU available:", "HPU av
 
 
 def quiet_libraries() -> None:
-    """Send Lightning's log lines through the root logger only, without its advertisements and known warnings."""
+    """Send Lightning's log lines through the root logger only, without its known noise."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

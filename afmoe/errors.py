@@ -1,7 +1,7 @@
 """Mistakes that a person can mend, and how they are shown: one line, exit code 1, no trace.
 
-Everything here imports hydra and omegaconf only, so that a misspelt option is answered before torch is loaded.
-`HYDRA_FULL_ERROR=1` shows the trace behind the line.
+Everything here imports hydra and omegaconf only, so that a misspelt option is answered before torch is
+loaded. `HYDRA_FULL_ERROR=1` shows the trace behind the line.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-# Hydra reads the variable at the moment an exception passes; `one_line_errors` sets it for itself and keeps the
-# person's own wish under this name, which the processes of further ranks inherit.
+# Hydra reads the variable at the moment an exception passes; `one_line_errors` sets it for itself and keeps
+# the person's own wish under this name, which the processes of further ranks inherit.
 _WISH = "AFMOE_FULL_ERROR"
 
 
 class UserError(Exception):
-    """Something the person at the keyboard can mend. The message says what, the value, the bound, the remedy."""
+    """What the person at the keyboard can mend. The message says what, the value, the bound, the remedy."""
 
 
 class ConfigError(UserError, ValueError):
@@ -101,15 +101,18 @@ def explain_hydra(error: Exception, config_name: str) -> str:
     text = str(error)
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     if missing and group_options(missing[1]):
-        return f"unknown {missing[1]}={missing[2]}; choose one of: {closest(missing[2], group_options(missing[1]))}"
+        group, name = missing.groups()
+        return f"unknown {group}={name}; choose one of: {closest(name, group_options(group))}"
     unknown_field = re.search(r"Could not override '([^']+)'\.\s*(Key '[^']+' is not in struct)?", text)
     if unknown_field:
         return _unknown_key(unknown_field[1], config_name)
     if re.search(
-        r"no viable alternative|mismatched input|extraneous input|token recognition|missing EQUAL|NoViableAlt",
+        r"no viable alternative|mismatched input|extraneous input|token recognition|missing EQUAL|"
+        r"NoViableAlt",
         text,
     ):
-        return f"cannot read this override: {text.splitlines()[0]}; write key=value, in quotes if it has special characters"
+        reason = text.splitlines()[0]
+        return f"cannot read this override: {reason}; write key=value, in quotes if it has special characters"
     key = re.search(r"full_key: (\S+)", text)
     value = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
     if value:

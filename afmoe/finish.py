@@ -1,5 +1,5 @@
-"""The files of a run beside its checkpoints: `run.json` and `data_report.json` at the start, `metrics.json` and
-`export/` at the end.
+"""The files of a run beside its checkpoints: `run.json` and `data_report.json` at the start, `metrics.json`
+and `export/` at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _PACKAGES = (
 def record_start(
     config: RunConfig, run: Run, data: AfmoeDataModule, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write `data_report.json` and `run.json`: command line, versions, and hashes of what the result depends on."""
+    """Write `data_report.json` and `run.json`: command line, versions, and hashes of what the result depends
+    on.
+    """
     if not run.is_main:
         return
     write_text(run.directory / "data_report.json", json.dumps(data.report, indent=2) + "\n")

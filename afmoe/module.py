@@ -1,7 +1,8 @@
 """One training step, one validation step: the LightningModule between the data and the optimizer.
 
-A step's loss is the mean over the counted labels of the whole optimizer step, all micro-batches and ranks: each
-batch carries that number (`num_label_tokens`), so no communication is needed and packs with few labels weigh little.
+A step's loss is the mean over the counted labels of the whole optimizer step, all micro-batches and ranks:
+each batch carries that number (`num_label_tokens`), so no communication is needed and packs with few labels
+weigh little.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class AfmoeModule(pl.LightningModule):
         seed: int,
         exact_match_metric: str | None = None,
     ) -> None:
-        """`optim` and `scheduler` are built plugins. `exact_match_metric`: name under which the share of documents
-        with every label predicted right is logged at validation; None: not logged.
+        """`optim` and `scheduler` are built plugins. `exact_match_metric`: name under which the share of
+        documents with every label predicted right is logged at validation; None: not logged.
         """
         super().__init__()
         self.model = model
@@ -77,7 +78,8 @@ class AfmoeModule(pl.LightningModule):
             )
         share = output.loss_sum / max(batch["num_label_tokens"], 1)
         self.step_loss = share.detach() if self.step_loss is None else self.step_loss + share.detach()
-        # Lightning divides by the micro-batches, data parallelism by the ranks; the share is already a part of the sum
+        # Lightning divides by the micro-batches, data parallelism by the ranks; the share is already a part
+        # of the sum
         return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def is_step_end(self, batch_idx: int) -> bool:
@@ -158,8 +160,8 @@ class AfmoeModule(pl.LightningModule):
 def exact_documents(right_BS: Tensor, counted_BS: Tensor, document_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Number of documents that have counted labels, and of those with every counted label predicted right.
 
-    `document_ids_BS` tells documents apart, -1 is padding. Nothing here depends on the data's shape, so a GPU is
-    not waited for.
+    `document_ids_BS` tells documents apart, -1 is padding. Nothing here depends on the data's shape, so a GPU
+    is not waited for.
     """
     ids_N, counted_N, right_N = document_ids_BS.flatten(), counted_BS.flatten(), right_BS.flatten()
     # documents in the batch by rank: sorting brings a document's tokens together whatever its number is

@@ -1,8 +1,8 @@
 """The visible list of our plugins, and the way in for those of other packages.
 
-A name maps to the module whose import registers it, so nothing heavy is loaded before it is chosen. Another package
-adds plugins with an entry point in the group `afmoe.plugins` that names a module whose import registers them, and a
-YAML for each on `hydra.searchpath`.
+A name maps to the module whose import registers it, so nothing heavy is loaded before it is chosen. Another
+package adds plugins with an entry point in the group `afmoe.plugins` that names a module whose import
+registers them, and a YAML for each on `hydra.searchpath`.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ def known_names(group: str) -> set[str]:
 
 @cache
 def import_outside_plugins() -> None:
-    """Import each entry point of the group `afmoe.plugins`, once. A broken package warns and stops nobody else."""
+    """Import each entry point of the group `afmoe.plugins`, once. A broken package warns and stops nobody
+    else.
+    """
     for entry_point in entry_points(group="afmoe.plugins"):
         try:
             entry_point.load()
-        # any exception: the import runs another package's code, and its faults must not stop a run that needs none of it
+        # any exception: the import runs another package's code, and its faults must not stop a run that needs
+        # none of it
         except Exception as error:
             log.warning(
                 "outside plugin %s (%s) failed to import: %s", entry_point.name, entry_point.value, error

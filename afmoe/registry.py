@@ -1,9 +1,9 @@
 """Plugins by name: `register` adds one, `configure` checks a choice, `build` makes it.
 
 A plugin is one class with one nested dataclass `Config` (its options and their checks) under one name in one
-group. The group is the folder of its YAML, so `moe/compute=fp8` on the command line, `conf/moe/compute/fp8.yaml`,
-`afmoe/moe/compute/fp8.py` and `Fp8Compute` are one thing. Which module holds which name is listed in `plugins.py`;
-it is imported when the name is first asked for.
+group. The group is the folder of its YAML, so `moe/compute=fp8` on the command line,
+`conf/moe/compute/fp8.yaml`, `afmoe/moe/compute/fp8.py` and `Fp8Compute` are one thing. Which module holds
+which name is listed in `plugins.py`; it is imported when the name is first asked for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def registered(group: str) -> Mapping[str, type]:
 
 
 def find(group: str, name: str) -> type:
-    """The plugin class `name` of `group`, imported if need be. Raises `ConfigError` with the closest names."""
+    """The plugin class `name` of `group`, imported if need be; `ConfigError` names the closest."""
     from afmoe.plugins import import_plugin, known_names
 
     import_plugin(group, name)

@@ -51,7 +51,8 @@ MAY_DIFFER = (
 def refuse_changes(config: RunConfig, stored: dict[str, Any] | None, checkpoint: Path) -> None:
     """Raise `ConfigError` when a setting that decides the result differs from the checkpoint's run.
 
-    `stored` is the content of that run's `config.yaml`; without one there is nothing to compare, which is said.
+    `stored` is the content of that run's `config.yaml`; without one there is nothing to compare, which is
+    said.
     """
     if stored is None:
         log.warning("%s has no config.yaml beside it: its settings cannot be compared", checkpoint)
@@ -65,8 +66,9 @@ def refuse_changes(config: RunConfig, stored: dict[str, Any] | None, checkpoint:
     if changes:
         listed = "; ".join(changes[:10]) + (f"; and {len(changes) - 10} more" if len(changes) > 10 else "")
         raise ConfigError(
-            f"this run folder was made with other settings: {listed}. Take them back, choose another run_name, start "
-            "anew with resume=never overwrite=true, or begin from its weights with model.pretrained=<its export>"
+            f"this run folder was made with other settings: {listed}. Take them back, choose another "
+            "run_name, start anew with resume=never overwrite=true, or begin from its weights with "
+            "model.pretrained=<its export>"
         )
 
 

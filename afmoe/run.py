@@ -1,7 +1,8 @@
 """The run folder: who may write to it, where a run continues, and what is said about it.
 
-All of it happens before torch is loaded. Global rank 0 decides once (lock, resume, finished) and hands the decision
-on: to the processes that Lightning starts through the environment, to those of torchrun or Slurm through a file.
+All of it happens before torch is loaded. Global rank 0 decides once (lock, resume, finished) and hands the
+decision on: to the processes that Lightning starts through the environment, to those of torchrun or Slurm
+through a file.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def global_rank() -> int:
 def open_run(config: RunConfig) -> Iterator[Run]:
     """Take the run folder for the time of the `with` block and decide where the run starts.
 
-    Raises `MachineError` when another process holds the folder and `ConfigError` when what it holds does not fit the
-    configuration.
+    Raises `MachineError` when another process holds the folder and `ConfigError` when what it holds does not
+    fit the configuration.
     """
     settings = HydraConfig.get()
     directory = Path(settings.runtime.output_dir).absolute()

@@ -64,7 +64,8 @@ def show_end(run: Run, trainer: pl.Trainer, values: dict[str, Any]) -> None:
         rows["train/loss"] = f"{values['train/loss']:.4f} (mean of the last 20 steps)"
     if values["train/tokens_per_second"] is not None:
         rows["throughput"] = (
-            f"{values['train/tokens_per_second']:,.0f} real tokens per second, {values['train/tokens']:,} in all"
+            f"{values['train/tokens_per_second']:,.0f} real tokens per second, "
+            f"{values['train/tokens']:,} in all"
         )
     for name in ("export", "checkpoints", "metrics.json", "tensorboard"):
         if (run.directory / name).exists():
@@ -80,9 +81,9 @@ def _rows(
     rows = {
         "device": f"{hardware.device_type} {hardware.name}, {config.trainer.precision}",
         "model": (
-            f"{_count(model.num_parameters())} parameters, {_count(model.num_parameters(active=True))} active per "
-            f"token; {model_config.num_hidden_layers} layers, {len(blocks)} with {model_config.num_experts} experts, "
-            f"top-{model_config.num_experts_per_tok}"
+            f"{_count(model.num_parameters())} parameters, {_count(model.num_parameters(active=True))} "
+            f"active per token; {model_config.num_hidden_layers} layers, {len(blocks)} with "
+            f"{model_config.num_experts} experts, top-{model_config.num_experts_per_tok}"
         ),
         "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch"
         if blocks
@@ -93,8 +94,8 @@ def _rows(
     report = data.report
     dropped = sum(reason["count"] for reason in report["dropped"].values())
     rows["rows"] = (
-        f"{report['used']:,} for training ({report['tokens']:,} tokens, {report['trainable_tokens']:,} learned), "
-        f"{report['validation']['used']:,} held out"
+        f"{report['used']:,} for training ({report['tokens']:,} tokens, "
+        f"{report['trainable_tokens']:,} learned), {report['validation']['used']:,} held out"
         + (f"; {dropped:,} dropped, see data_report.json" if dropped else "")
     )
     length = config.trainer

@@ -12,10 +12,11 @@ from callbacks.moe_callback import MoeCallback
 
 @register("callbacks", "balanced_routing")
 class BalancedRouting(MoeCallback):
-    """Forces perfect balance: real tokens take their experts in turn, the scores there still weigh the outputs.
+    """Forces perfect balance: real tokens take their experts in turn, the scores there still weigh the
+    outputs.
 
-    For benchmarks, and to measure what imbalance costs. It holds as long as the trainer runs; the model itself
-    keeps its own routing.
+    For benchmarks, and to measure what imbalance costs. It holds as long as the trainer runs; the model
+    itself keeps its own routing.
     """
 
     @dataclass(kw_only=True)

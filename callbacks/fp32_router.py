@@ -14,8 +14,8 @@ from callbacks.moe_callback import MoeCallback
 class Fp32Router(MoeCallback):
     """Stores router weights in fp32 and multiplies in fp32, whatever the precision of the run.
 
-    bf16 keeps 8 significant bits: near-equal logits tie, and the top-8 set of 3.5 % of the tokens of a 2048 -> 128
-    router changes.
+    bf16 keeps 8 significant bits: near-equal logits tie, and the top-8 set of 3.5 % of the tokens of a 2048
+    -> 128 router changes.
     """
 
     @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from callbacks.moe_callback import MoeCallback
 
 @register("callbacks", "freeze_router")
 class FreezeRouter(MoeCallback):
-    """Takes router weights out of the training; the selection bias is no parameter and stays as it is anyway."""
+    """Takes router weights out of the training; the selection bias is no parameter and stays anyway."""
 
     @dataclass(kw_only=True)
     class Config:

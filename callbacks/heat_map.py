@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# a dark-to-bright scale whose lightness grows evenly: nothing, a fair share and twice the share are told apart
+# a dark-to-bright scale whose lightness grows evenly: nothing, a fair share and twice the share are told
+# apart
 _SCALE = np.array(
     [[13, 8, 66], [60, 48, 140], [40, 120, 142], [60, 176, 110], [180, 210, 60], [250, 230, 90]], float
 )

@@ -18,10 +18,12 @@ from callbacks.moe_callback import MoeCallback
 
 @register("callbacks", "load_balance")
 class LoadBalance(MoeCallback):
-    """Logs max violation, entropy, dead experts and router confidence, as means over the layers and for each layer.
+    """Logs max violation, entropy, dead experts and router confidence, as means over the layers and for each
+    layer.
 
-    Max violation, entropy and confidence are of the logged step, dead experts and the heat map of all steps since
-    the last log. Counts are summed over micro-batches and ranks; nothing is read back from the device between logs.
+    Max violation, entropy and confidence are of the logged step, dead experts and the heat map of all steps
+    since the last log. Counts are summed over micro-batches and ranks; nothing is read back from the device
+    between logs.
     """
 
     @dataclass(kw_only=True)

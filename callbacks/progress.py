@@ -9,7 +9,9 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 
 class Progress(RichProgressBar):
-    """Lightning's Rich progress bar, without the logger's version and without a number of epochs that has no end."""
+    """Lightning's Rich progress bar, without the logger's version and without a number of epochs that has no
+    end.
+    """
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)

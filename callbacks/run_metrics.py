@@ -20,7 +20,8 @@ _RECENT_STEPS = 20
 
 
 class RunMetrics(Callback):
-    """Logs loss, gradient norm and real tokens per second; counts tokens and training time over the whole run.
+    """Logs loss, gradient norm and real tokens per second; counts tokens and training time over the whole
+    run.
 
     The counts are part of each checkpoint, so they go on where a resumed run continues.
     """

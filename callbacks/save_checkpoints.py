@@ -14,8 +14,8 @@ from afmoe.checkpoint.directory import checkpoint_name, checkpoints_directory, p
 class SaveCheckpoints(Checkpoint):
     """Saves every `every_n_steps` optimizer steps and after the last one, and keeps the newest `keep_last`.
 
-    A subclass of Lightning's `Checkpoint`, so it runs after the other callbacks and what they count is saved with
-    the step that it belongs to.
+    A subclass of Lightning's `Checkpoint`, so it runs after the other callbacks and what they count is saved
+    with the step that it belongs to.
     """
 
     def __init__(self, run_directory: Path, every_n_steps: int, keep_last: int) -> None:

@@ -28,9 +28,10 @@ class TextSamples(Callback):
         outputs = self._answers(pl_module, self._samples)
         writer = experiment(trainer)
         if writer is not None:
+            prompts = [self.data.tokenizer.decode(sample.prompt_ids) for sample in self._samples]
             rows = [
-                f"| {_cell(self.data.tokenizer.decode(sample.prompt_ids))} | {_cell(sample.target)} | {_cell(output)} |"
-                for sample, output in zip(self._samples, outputs, strict=True)
+                f"| {_cell(prompt)} | {_cell(sample.target)} | {_cell(output)} |"
+                for prompt, sample, output in zip(prompts, self._samples, outputs, strict=True)
             ]
             table = "\n".join(["| prompt | target | output |", "| --- | --- | --- |", *rows])
             writer.add_text("samples", table, trainer.global_step)

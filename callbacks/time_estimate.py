@@ -16,8 +16,8 @@ _STEP_PER_FORWARD = 3.0
 class TimeEstimate(Callback):
     """Times the validation before step 1 and reckons from its tokens per second what training will take.
 
-    A rough figure by construction (it leaves out the optimizer), there before anybody has waited; the progress bar
-    takes over from the first step. Says nothing where there is no validation.
+    A rough figure by construction (it leaves out the optimizer), there before anybody has waited; the
+    progress bar takes over from the first step. Says nothing where there is no validation.
     """
 
     def __init__(self) -> None:

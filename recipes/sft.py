@@ -1,6 +1,7 @@
 """Supervised fine-tuning of an AFMoE model: `python recipes/sft.py model=afmoe_mini moe/compute=fp8`.
 
-`--help` lists every group and field. Options are checked before torch is loaded, so a mistake is answered at once.
+`--help` lists every group and field. Options are checked before torch is loaded, so a mistake is answered at
+once.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ LAYERS = [
     ["afmoe.build", "afmoe.console", "afmoe.finish", "afmoe.screens"],
     ["recipes", "scripts"],
 ]
-# `from_pretrained` and `save_pretrained` are methods of the model that people look for there; the work is done in
-# `afmoe.checkpoint`, imported inside the methods. The registry imports a plugin when it is asked for.
+# `from_pretrained` and `save_pretrained` are methods of the model that people look for there; the work is
+# done in `afmoe.checkpoint`, imported inside the methods. The registry imports a plugin when it is asked for.
 INSIDE_FUNCTIONS = {"afmoe.model": "afmoe.checkpoint", "afmoe.registry": "afmoe.plugins"}
 
 
@@ -118,8 +118,15 @@ def test_deepspeed_is_imported_only_in_parallel() -> None:
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys, runpy; sys.argv = ['sft.py', '--help']\ntry: runpy.run_path('recipes/sft.py', run_name='__main__')\n"
-    code += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+    code = """
+import runpy, sys
+sys.argv = ["sft.py", "--help"]
+try:
+    runpy.run_path("recipes/sft.py", run_name="__main__")
+except SystemExit:
+    pass
+assert "torch" not in sys.modules and "lightning" not in sys.modules
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "moe/compute: bf16, fp8, native, reference" in done.stdout

@@ -18,8 +18,8 @@ from afmoe.config import (
     ModelConfig,
     SamplesConfig,
     TokenizerConfig,
+    TrainerConfig,
 )
-from afmoe.config import TrainerConfig
 from afmoe.plugins import PLUGINS
 from afmoe.registry import find
 
@@ -84,8 +84,9 @@ def test_sections_of_the_main_file_hold_their_defaults(section: str, config: typ
 
 
 def test_trinity_presets_have_the_published_sizes() -> None:
-    from afmoe.model import AfmoeForCausalLM
     import torch
+
+    from afmoe.model import AfmoeForCausalLM
 
     # total and active parameters, in billions, of the model cards (embedding and head included)
     published = {

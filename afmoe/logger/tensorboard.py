@@ -18,7 +18,9 @@ class Tensorboard:
         enabled: bool = True
 
     def __init__(self, config: Config, *, directory: Path, first_step: int) -> None:
-        """`first_step`: the step a resumed run continues at; what an interrupted one had logged beyond it is hidden."""
+        """`first_step`: the step a resumed run continues at; what an interrupted one had logged beyond it is
+        hidden.
+        """
         self.logger = None
         if config.enabled:
             from lightning.pytorch.loggers import TensorBoardLogger
@@ -33,7 +35,7 @@ class Tensorboard:
 
 
 def experiment(trainer: Any) -> Any | None:
-    """TensorBoard's `SummaryWriter` of this trainer, for images and text; None on other ranks or without one."""
+    """TensorBoard's `SummaryWriter` of this trainer, for images and text; None on other ranks."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     if trainer.is_global_zero and isinstance(trainer.logger, TensorBoardLogger):

@@ -10,10 +10,12 @@ _NO_DECAY = ("embed_tokens.", "lm_head.", "router.")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters as optimizer groups `decay` and `no_decay`, in the model's order; empty ones left out.
+    """Trainable parameters as optimizer groups `decay` and `no_decay`, in the model's order; empty ones left
+    out.
 
-    Each group carries `name` and `parameter_names`, for the log. Embedding and head do not decay because most of
-    their rows get no gradient in a step, and the router does not because decay alone would flatten its choice.
+    Each group carries `name` and `parameter_names`, for the log. Embedding and head do not decay because most
+    of their rows get no gradient in a step, and the router does not because decay alone would flatten its
+    choice.
     """
     groups: dict[str, dict[str, Any]] = {
         "decay": {"name": "decay", "weight_decay": weight_decay, "params": [], "parameter_names": []},

@@ -11,7 +11,9 @@ from afmoe.registry import register
 
 @register("scheduler", "wsd")
 class WarmupStableDecay:
-    """Warm-up, stable, decay (MiniCPM, arXiv 2404.06395): linear up, constant, linear down to `minimum_ratio`."""
+    """Warm-up, stable, decay (MiniCPM, arXiv 2404.06395): linear up, constant, linear down to
+    `minimum_ratio`.
+    """
 
     @dataclass(kw_only=True)
     class Config:
@@ -35,8 +37,8 @@ class WarmupStableDecay:
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Step number (0 before the first optimizer step) to the factor on the peak learning rate.
 
-        The warm-up is cut to a tenth of a run that is too short for it. The last step of the run has the smallest
-        positive factor; `minimum_ratio` is reached after it.
+        The warm-up is cut to a tenth of a run that is too short for it. The last step of the run has the
+        smallest positive factor; `minimum_ratio` is reached after it.
         """
         config = self.config
         warmup = min(config.warmup_steps, max(total_steps // 10, 1)) if config.warmup_steps else 0

@@ -21,7 +21,8 @@ class DdpStrategy:
         def __post_init__(self) -> None:
             if self.process_group_backend not in (None, "gloo", "nccl"):
                 raise ConfigError(
-                    f"trainer.strategy.process_group_backend takes gloo, nccl or null, got {self.process_group_backend}"
+                    "trainer.strategy.process_group_backend takes gloo, nccl or null, got "
+                    f"{self.process_group_backend}"
                 )
 
     def __init__(self, config: Config) -> None:

@@ -81,7 +81,9 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        self.counts.append(torch.stack([block.statistics.counts_E.clone() for block in iter_moe_blocks(pl_module)]))
+        self.counts.append(
+            torch.stack([block.statistics.counts_E.clone() for block in iter_moe_blocks(pl_module)])
+        )
 
 
 def fit(module: AfmoeModule, names: list[str], tmp_path: Path, **settings: Any) -> Recorder:
@@ -134,8 +136,12 @@ def test_fp32_router_stores_and_multiplies_in_fp32(tmp_path: Path, precision: An
         tokens_TD = torch.randn(5, 32, dtype=torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16):
             logits_TE = block.router(tokens_TD).logits_TE
-        torch.testing.assert_close(logits_TE, tokens_TD.float() @ block.router.gate.weight.T, rtol=1e-6, atol=1e-6)
-    assert module.model.lm_head.weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        torch.testing.assert_close(
+            logits_TE, tokens_TD.float() @ block.router.gate.weight.T, rtol=1e-6, atol=1e-6
+        )
+    assert module.model.lm_head.weight.dtype == (
+        torch.bfloat16 if precision == "bf16-true" else torch.float32
+    )
     plain = make_module()
     fit(plain, [], tmp_path, precision=precision)
     stored = {block.router.gate.weight.dtype for block in iter_moe_blocks(plain)}
@@ -149,18 +155,24 @@ def test_balanced_routing_spreads_real_tokens_evenly_while_training(tmp_path: Pa
     assert all(torch.equal(counts, torch.full((2, 4), 13)) for counts in recorder.counts)
     assert recorder.logged[-1]["moe/max_violation"] == 0.0
     assert recorder.logged[-1]["moe/load_entropy"] == pytest.approx(1.0)
-    assert not any(block.router.balanced for block in iter_moe_blocks(module)), "the model keeps its own routing"
+    assert not any(block.router.balanced for block in iter_moe_blocks(module)), (
+        "the model keeps its own routing"
+    )
 
 
 def test_load_balance_logs_the_figures_of_the_steps_counts(tmp_path: Path) -> None:
-    recorder = fit(make_module(num_dense_layers=1), ["load_balance"], tmp_path, accumulate_grad_batches=2, max_steps=3)
+    recorder = fit(
+        make_module(num_dense_layers=1), ["load_balance"], tmp_path, accumulate_grad_batches=2, max_steps=3
+    )
     for logged, counts_LE in list(zip(recorder.logged, recorder.counts, strict=True))[1::2]:
         # two micro-batches of 2 x 13 real tokens, top-2; padding is not counted
         assert counts_LE.sum(1).tolist() == [2 * 2 * 13 * 2] * 2
         load_LE = counts_LE.numpy().astype(float)
         violation_L = load_LE.max(1) / load_LE.mean(1) - 1
         share_LE = load_LE / load_LE.sum(1, keepdims=True)
-        entropy_L = -np.where(share_LE > 0, share_LE * np.log(np.maximum(share_LE, 1e-30)), 0).sum(1) / math.log(4)
+        entropy_L = -np.where(share_LE > 0, share_LE * np.log(np.maximum(share_LE, 1e-30)), 0).sum(
+            1
+        ) / math.log(4)
         assert logged["moe/max_violation"] == pytest.approx(violation_L.mean(), rel=1e-5)
         assert logged["moe/max_violation/layer_01"] == pytest.approx(violation_L[0], rel=1e-5)
         assert logged["moe/max_violation/layer_02"] == pytest.approx(violation_L[1], rel=1e-5)
@@ -179,7 +191,9 @@ def test_router_confidence_is_the_share_of_the_chosen_raw_scores(tmp_path: Path)
     recorder = fit(module, ["load_balance"], tmp_path, max_steps=1)
     (routing, mask_T), *_ = seen
     chosen_T = routing.scores_TE.gather(1, routing.expert_ids_TK).sum(1) / routing.scores_TE.sum(1)
-    assert recorder.logged[0]["moe/router_confidence"] == pytest.approx(chosen_T[mask_T].mean().item(), rel=1e-5)
+    assert recorder.logged[0]["moe/router_confidence"] == pytest.approx(
+        chosen_T[mask_T].mean().item(), rel=1e-5
+    )
     assert (routing.expert_ids_TK == 1).any(1).all(), "the bias selects"
 
 

@@ -58,7 +58,9 @@ def load_recipe() -> ModuleType:
 
 
 @pytest.fixture
-def sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Callable[..., Result]:
+def sft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., Result]:
     """Call the recipe with overrides, in this process and in an empty folder."""
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe()

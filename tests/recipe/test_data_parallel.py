@@ -17,7 +17,13 @@ from tests.recipe.test_runs import weights
 @pytest.mark.timeout(400)
 def test_two_processes_equal_one(sft_process: Callable[..., Result], tmp_path: Path) -> None:
     one = ["run_name=one", "data.batch_size=4", "trainer.max_steps=6"]
-    two = ["run_name=two", "data.batch_size=2", "trainer.max_steps=3", "trainer.devices=2", "trainer/strategy=ddp"]
+    two = [
+        "run_name=two",
+        "data.batch_size=2",
+        "trainer.max_steps=3",
+        "trainer.devices=2",
+        "trainer/strategy=ddp",
+    ]
     constant = [*TINY, "scheduler.decay_fraction=0.0", "trainer.accelerator=cpu"]
     assert sft_process(*constant, *one).code == 0
     first = sft_process(*constant, *two, timeout=180)

@@ -43,7 +43,11 @@ def assert_nothing_is_half_written(run: Path) -> None:
     for path in run.glob("*.json"):
         json.loads(path.read_text())
     for step, path in whole_checkpoints(run):
-        assert {file.name for file in path.iterdir()} == {"complete", "model.safetensors", "training_state.pt"}, step
+        assert {file.name for file in path.iterdir()} == {
+            "complete",
+            "model.safetensors",
+            "training_state.pt",
+        }, step
     unfinished = {path.name for path in (run / "checkpoints").glob("step-*")} - {
         path.name for _, path in whole_checkpoints(run)
     }
@@ -82,7 +86,9 @@ def test_a_run_killed_at_five_moments_ends_bitwise_like_the_undisturbed_one(
     assert result.code == 0, result.err
     assert f"continuing outputs/killed from step {int(last.name[5:])}" in result.out + result.err
     assert_same_weights(weights(tmp_path / "outputs" / "whole"), weights(run))
-    whole, resumed = (json.loads((tmp_path / "outputs" / name / "metrics.json").read_text()) for name in ("whole", "killed"))
+    whole, resumed = (
+        json.loads((tmp_path / "outputs" / name / "metrics.json").read_text()) for name in ("whole", "killed")
+    )
     for name in ("train/loss", "train/tokens", "val/loss", "val/reverse_exact"):
         assert whole[name] == resumed[name], name
     assert_nothing_is_half_written(run)

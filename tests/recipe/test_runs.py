@@ -46,7 +46,11 @@ def test_a_run_leaves_every_output(sft: Run, tmp_path: Path) -> None:
         "sft.log",
         "tensorboard",
     }
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["last", "step-000002", "step-000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "last",
+        "step-000002",
+        "step-000004",
+    ]
     report = json.loads((run / "data_report.json").read_text())
     assert report["used"] == 64
     assert report["validation"]["used"] == 8
@@ -58,9 +62,22 @@ def test_a_run_leaves_every_output(sft: Run, tmp_path: Path) -> None:
     assert values["status"] == "finished"
     assert values["train/steps"] == 4
     assert values["train/tokens"] > 0
-    for name in ("train/loss", "val/reverse_exact", "val/token_accuracy", "val/perplexity", "moe/max_violation"):
+    for name in (
+        "train/loss",
+        "val/reverse_exact",
+        "val/token_accuracy",
+        "val/perplexity",
+        "moe/max_violation",
+    ):
         assert isinstance(values[name], float), name
-    for text in ("device", "active per token", "reverse_text", "tensorboard --logdir", "will take about", "export"):
+    for text in (
+        "device",
+        "active per token",
+        "reverse_text",
+        "tensorboard --logdir",
+        "will take about",
+        "export",
+    ):
         assert text in result.out + result.err, text
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
@@ -86,7 +103,12 @@ def test_a_run_leaves_every_output(sft: Run, tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(sft: Run, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    accumulated = [*TINY, "trainer.accumulate_grad_batches=2", "data.batch_size=1", "scheduler.decay_fraction=0.0"]
+    accumulated = [
+        *TINY,
+        "trainer.accumulate_grad_batches=2",
+        "data.batch_size=1",
+        "scheduler.decay_fraction=0.0",
+    ]
     assert sft(*accumulated, "run_name=whole", "trainer.max_steps=14").code == 0
     assert sft(*accumulated, "run_name=parts", "trainer.max_steps=4").code == 0
     # across the border of an epoch, and from a step in the middle of one
@@ -95,7 +117,14 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(sft: Run, tmp_path: Path) 
     assert sft(*accumulated, "run_name=parts", "trainer.max_steps=14").code == 0
     assert_same_weights(weights(outputs / "whole"), weights(outputs / "parts"))
     whole, parts = metrics(outputs / "whole"), metrics(outputs / "parts")
-    for name in ("train/loss", "train/tokens", "train/steps", "val/loss", "val/token_accuracy", "moe/max_violation"):
+    for name in (
+        "train/loss",
+        "train/tokens",
+        "train/steps",
+        "val/loss",
+        "val/token_accuracy",
+        "moe/max_violation",
+    ):
         assert whole[name] == parts[name], name
 
 
@@ -158,8 +187,10 @@ def test_a_run_starts_from_another_runs_checkpoint(sft: Run, tmp_path: Path) -> 
 
 def test_the_second_day_continues_from_an_export(sft: Run, tmp_path: Path) -> None:
     assert sft(*TINY, "run_name=a").code == 0
-    rows = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}]}
-            for n in range(40)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(40)
+    ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = [override for override in TINY if not override.startswith(("model.", "data.num_"))]
     second = ["model.pretrained=outputs/a/export", "data=jsonl", "data.train_files=[own.jsonl]"]
@@ -189,13 +220,19 @@ def test_an_exports_first_validation_is_the_old_runs_last(sft: Run, tmp_path: Pa
 
 def test_a_sweep_makes_one_whole_folder_a_job(sft: Run, tmp_path: Path) -> None:
     assert sft("-m", *TINY, "optim.lr=1e-3,3e-3", "run_name=lr").code == 0
-    assert sft("-m", *TINY, "callbacks=[load_balance],[load_balance,freeze_router]", "run_name=callbacks").code == 0
+    assert (
+        sft("-m", *TINY, "callbacks=[load_balance],[load_balance,freeze_router]", "run_name=callbacks").code
+        == 0
+    )
     for sweep in ("lr", "callbacks"):
         for job in ("0", "1"):
             run = tmp_path / "multirun" / sweep / job
             assert metrics(run)["status"] == "finished"
             assert (run / "export" / "config.json").exists()
-    rates = [yaml.safe_load((tmp_path / f"multirun/lr/{job}/config.yaml").read_text())["optim"]["lr"] for job in "01"]
+    rates = [
+        yaml.safe_load((tmp_path / f"multirun/lr/{job}/config.yaml").read_text())["optim"]["lr"]
+        for job in "01"
+    ]
     assert rates == [1e-3, 3e-3]
     free, frozen = (weights(tmp_path / "multirun" / "callbacks" / job) for job in "01")
     gate = "model.layers.1.mlp.router.gate.weight"
