@@ -1,4 +1,4 @@
-"""The recipe's command line made small, and a `python` that does so: `python small_recipe.py recipes/sft.py ...`."""
+"""The recipe's command line made small; as a program, a `python` that does so."""
 
 from __future__ import annotations
 

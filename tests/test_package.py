@@ -1,4 +1,4 @@
-"""The wheel is whole: what an installed copy of the package needs is in it, and it trains without the checkout."""
+"""The wheel is whole: what an installed copy needs is in it, and it trains without the checkout."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) ->
 def installed_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an empty venv that holds the wheel, with this one's site-packages behind it.
 
-    The heavy dependencies are found there and not downloaded again. A line of a .pth file only adds to the path: the
-    .pth files over there are not read, so that an editable install of the checkout does not come along.
+    The heavy dependencies are found there and not downloaded again. A line of a .pth file only adds to the
+    path: the .pth files over there are not read, so that an editable install of the checkout stays behind.
     """
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)

@@ -1,8 +1,9 @@
-"""README.md and docs/plugins.md say what works: their blocks are run, their tables compared with the code.
+"""The pages say what works: blocks of all can be read, those of README.md and docs/plugins.md are run.
 
-Run means: the line as it stands, in an empty folder beside a copy of `recipes/`, through stand-ins on PATH that make
-it small. `python recipes/sft.py ...` gets a tiny model and a hundredth of each number of steps; `pip install` goes to
-a folder of its own and fetches nothing; `make sft` is the command of the Makefile's recipe (its set-up is what CI runs).
+Run means: the line as it stands, in an empty folder beside a copy of `recipes/`, through stand-ins on PATH
+that make it small. `python recipes/sft.py ...` gets a tiny model and a hundredth of each number of steps;
+`pip install` goes to a folder of its own and fetches nothing; `make sft` is the command of the Makefile's
+recipe (its set-up is what CI runs).
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from afmoe import CONF_DIRECTORY
 from afmoe.conf_tree import config_groups, group_options
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/plugins.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
 
 PYTHON = """#!/bin/sh
 exec {python} {small_recipe} "$@"
@@ -38,7 +43,8 @@ exec {python} {small_recipe} "$@"
 PIP = """#!/bin/sh
 # `pip install PATH` without the index: what it builds with is here
 [ "$1" = install ] && shift
-exec {python} -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation --target "$SITE" "$@"
+exec {python} -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \\
+    --target "$SITE" "$@"
 """
 MAKE_SFT = "python recipes/sft.py model=afmoe_mini moe/compute=fp8"
 
@@ -112,9 +118,7 @@ def test_table_lists_every_group_and_every_option() -> None:
     assert table == {group: set(group_options(group)) for group in config_groups()}
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
@@ -128,7 +132,7 @@ def test_make_sft_runs_the_command_of_the_readme() -> None:
 
 
 def run_page(page: str, folder: Path) -> str:
-    """Write the page's files, run its commands and then its Python, in their order; returns all they printed."""
+    """Write the page's files, run its commands, then its Python; returns what they printed."""
     shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
     programs = {
         "python": PYTHON.format(python=sys.executable, small_recipe=ROOT / "tests" / "small_recipe.py"),
