@@ -6,12 +6,14 @@ loaded. `HYDRA_FULL_ERROR=1` shows the trace behind the line.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 # Hydra reads the variable at the moment an exception passes; `one_line_errors` sets it for itself and keeps
 # the person's own wish under this name, which the processes of further ranks inherit.
@@ -92,6 +94,25 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def script_errors() -> Iterator[None]:
+    """`one_line_errors` for a program that reads its options without Hydra."""
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        show(error)
+        raise SystemExit(1) from None
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """Mistakes in the options end like all others: one line, exit code 1, when read in `script_errors`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
 
 
 def explain_hydra(error: Exception, config_name: str) -> str:

@@ -352,11 +352,16 @@ class AfmoeForCausalLM(nn.Module):
             hardware=hardware,
         )
 
-    def save_pretrained(self, directory: str | Path, layout: str = "hf") -> None:
-        """Write config and weights to `directory`, named and shaped as `layout` says."""
+    def save_pretrained(
+        self, directory: str | Path, layout: str = "hf", dtype: torch.dtype | None = None
+    ) -> None:
+        """Write config and weights to `directory`, named and shaped as `layout` says, stored in `dtype`.
+
+        None: as they are; a selection bias stays fp32 in any case.
+        """
         from afmoe.checkpoint.pretrained import save_pretrained
 
-        save_pretrained(self, directory, layout)
+        save_pretrained(self, directory, layout, dtype)
 
     def init_weights(self) -> None:
         """Draw every weight anew, see `AfmoeModel.init_weights`."""

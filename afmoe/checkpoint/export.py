@@ -11,15 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from afmoe.checkpoint.config_file import config_fields, write_json
-from afmoe.checkpoint.pretrained import (
-    DOCUMENTS,
-    GENERATION_CONFIG,
-    MAX_SHARD_SIZE,
-    replaced_model_directory,
-    storage_dtype,
-    write_model,
-)
+from afmoe.checkpoint.config_file import CONFIG, config_fields, write_json
+from afmoe.checkpoint.model_directory import DOCUMENTS, GENERATION_CONFIG, replaced_model_directory
+from afmoe.checkpoint.pretrained import storage_dtype, write_model
 from afmoe.errors import ConfigError
 from afmoe.model import AfmoeForCausalLM
 
@@ -56,8 +50,8 @@ def export_run(
     # greedy unless a person asks for sampling: transformers' pipeline samples where nothing is said
     generation = {**ids, "do_sample": False, "transformers_version": version("transformers")}
     with replaced_model_directory(Path(directory), DOCUMENTS) as temporary:
-        write_model(model, temporary, layout, MAX_SHARD_SIZE)
-        write_json(temporary / "config.json", fields)
+        write_model(model, temporary, layout)
+        write_json(temporary / CONFIG, fields)
         write_json(
             temporary / GENERATION_CONFIG,
             {name: value for name, value in generation.items() if value is not None},

@@ -1,9 +1,9 @@
 """The layouts in which AFMoE weights exist, each as one list of invertible steps from our canonical names.
 
-    hf         what transformers' `save_pretrained` writes: one tensor an expert hf_fused   what
-    transformers holds in memory, and writes with `save_original_format=False`: gate and up fused prime
-    prime-rl before its pull request 3411: w1 (gate), w2 (down), w3 (up) stacked canonical  our module
-    names, prime-rl's since then: {gate,up,down}_proj stacked [experts, out, in]
+    hf         what transformers' `save_pretrained` writes: one tensor an expert
+    hf_fused   what it holds in memory, and writes with `save_original_format=False`: gate and up fused
+    prime      prime-rl before its pull request 3411: w1 (gate), w2 (down), w3 (up) stacked
+    canonical  our module names, prime-rl's since then: {gate,up,down}_proj stacked [experts, out, in]
 
 Only names below `model.layers.{i}.` differ; embedding, final norm and head have the same names everywhere.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from afmoe.checkpoint.ops import (
@@ -82,6 +84,19 @@ _SIGNS = {
     "canonical": re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up)_proj"),
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(?:(\d+)(\..+)|.+)")
+
+
+class ExpertKey(NamedTuple):
+    """The key of a routed expert's tensor, in any layout."""
+
+    prefix: str
+    number: int | None
+    """None: the tensor holds all experts, along its first dimension."""
+    rest: str
+
+    def renumbered(self, number: int) -> str:
+        return f"{self.prefix}{number}{self.rest}"
 
 
 def convert_layer(state: Mapping[str, Tensor], layer: int, source: str, target: str) -> dict[str, Tensor]:
@@ -148,6 +163,14 @@ def is_selection_bias(key: str) -> bool:
     return _LAYER.sub("", key) in BIAS_NAMES
 
 
+def expert_key(key: str) -> ExpertKey | None:
+    """None for a key that belongs to no routed expert."""
+    match = _EXPERT.fullmatch(key)
+    if match is None:
+        return None
+    return ExpertKey(match[1], None if match[2] is None else int(match[2]), match[3] or "")
+
+
 def name_in_layout(key: str, layout: str) -> str:
     """`key` as it is, but a selection bias under the name that it has in `layout`, whatever it is called."""
     if not is_selection_bias(key):
@@ -155,6 +178,14 @@ def name_in_layout(key: str, layout: str) -> str:
     prefix = _LAYER.match(key)
     own = next(op.other for op in steps(layout) if isinstance(op, SelectionBias))
     return (prefix[0] if prefix else "") + own
+
+
+def stored_specs(specs: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """`specs` (meta tensors) as stored in `dtype`, None: as they are. Selection biases stay fp32."""
+    return {
+        key: spec.to(torch.float32 if is_selection_bias(key) else dtype or spec.dtype)
+        for key, spec in specs.items()
+    }
 
 
 def steps(layout: str) -> list[Op]:

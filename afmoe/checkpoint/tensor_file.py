@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +37,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_PIECE = 1 << 24
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -73,6 +75,10 @@ class TensorReader:
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         return {key: self._files[self._file_of[key]].get_tensor(key) for key in keys}
+
+    def read_rows(self, key: str, rows: range) -> Tensor:
+        """Consecutive rows of a tensor: only their bytes are read."""
+        return self._files[self._file_of[key]].get_slice(key)[rows.start : rows.stop]
 
     def _open(self, name: str):
         path = self.directory / name
@@ -119,9 +125,11 @@ class TensorWriter:
 
     def __init__(self, directory: Path, specs: Mapping[str, Tensor], max_shard_size: int) -> None:
         self._specs = dict(specs)
-        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
         self._written: set[str] = set()
-        self._files: list[BinaryIO] = []
+        # one at a time: a process may have 1,024 open files, and keys come in the order of the shards
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
         shards = _pack(self._specs, max_shard_size)
         weight_map = {}
         for number, keys in enumerate(shards, start=1):
@@ -137,21 +145,22 @@ class TensorWriter:
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors in the dtypes announced. Raises `ConfigError` for a value too large for its dtype."""
         for key, tensor in tensors.items():
             spec = self._specs[key]
-            assert (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype), (
-                f"{key} is not what was announced"
-            )
-            file, offset = self._places[key]
+            assert tensor.shape == spec.shape, f"{key} is not what was announced"
+            path, offset = self._places[key]
             if tensor.numel():
+                file = self._open(path)
                 file.seek(offset)
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                # in pieces: a cast embedding of a large model would take gigabytes
+                for piece in tensor.detach().contiguous().reshape(-1).split(_PIECE):
+                    file.write(_cast(key, piece, spec.dtype).cpu().view(torch.uint8).numpy().data)
             self._written.add(key)
 
     def close(self) -> None:
         """Finish the files. Every key of `specs` must have been written."""
-        for file in self._files:
-            file.close()
+        self._close_file()
         missing = self._specs.keys() - self._written
         assert not missing, f"announced but not written: {sorted(missing)[:10]}"
 
@@ -162,12 +171,20 @@ class TensorWriter:
         if error_type is None:
             self.close()
             return
-        for file in self._files:
-            # the first error is the one to show; flushing what is buffered may fail for the same reason
-            try:
-                file.close()
-            except OSError:
-                continue
+        # the first error is the one to show; flushing what is buffered may fail for the same reason
+        with suppress(OSError):
+            self._close_file()
+
+    def _open(self, path: Path) -> BinaryIO:
+        if self._file is None or path != self._path:
+            self._close_file()
+            self._path, self._file = path, path.open("r+b")
+        return self._file
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _start_file(self, path: Path, keys: list[str]) -> None:
         # widest type first: every tensor then starts at a multiple of its item size, which readers rely on
@@ -184,12 +201,25 @@ class TensorWriter:
             }
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = path.open("wb")
-        self._files.append(file)
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
         for key in keys:
-            self._places[key] = (file, 8 + len(text) + offsets[key])
+            self._places[key] = (path, 8 + len(text) + offsets[key])
+
+
+def _cast(key: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    if piece.dtype == dtype:
+        return piece
+    cast = piece.to(dtype)
+    # of the usual types only fp16 ends early, at 65,504
+    if torch.finfo(dtype).max < torch.finfo(piece.dtype).max:
+        is_lost = piece.isfinite() & ~cast.isfinite()
+        if is_lost.any():
+            largest = piece[is_lost].abs().max().item()
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"{key} holds {largest:.4g}, too large for {name}; choose bfloat16 or float32")
+    return cast
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
