@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    CONF_DIRECTORY: Path
     from afmoe.config import AfmoeConfig
     from afmoe.model import AfmoeForCausalLM, AfmoeModel, iter_moe_blocks
     from afmoe.registry import register

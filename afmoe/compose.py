@@ -129,7 +129,7 @@ def _compare(path: str, node: Any, default: Any) -> None:
                 raise ConfigError(f"unknown key {inner}; the closest: {closest(str(key), map(str, default))}")
             # a `null` default takes any type, and interpolations of the defaults are resolved in the config
             # itself
-            if not OmegaConf.is_interpolation(default, key) and default[key] is not None:
+            if not OmegaConf.is_interpolation(default, str(key)) and default[key] is not None:
                 _compare(inner, node[key], default[key])
     elif node is not None and not _same_type(node, default):
         raise ConfigError(f"{path} takes {_type_name(default)}, got {_text(node)}")

@@ -44,6 +44,8 @@ def record_start(
     if not run.is_main:
         return
     write_text(run.directory / "data_report.json", json.dumps(data.report, indent=2) + "\n")
+    # `load_tokenizer` refuses any other kind
+    fast_tokenizer: Any = tokenizer.backend_tokenizer
     config_text = (run.directory / "config.yaml").read_text(encoding="utf-8")
     own = run.resume_from is None or run.resume_from.is_relative_to(run.directory)
     record = {
@@ -56,7 +58,7 @@ def record_start(
             "config": _sha256(config_text.encode()),
             "training_data": data.train_split.fingerprint,
             "validation_data": data.validation_split.fingerprint,
-            "tokenizer": _sha256(tokenizer.backend_tokenizer.to_str().encode()),
+            "tokenizer": _sha256(fast_tokenizer.to_str().encode()),
         },
     }
     write_text(run.directory / "run.json", json.dumps(record, indent=2) + "\n")

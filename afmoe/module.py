@@ -127,19 +127,26 @@ class AfmoeModule(pl.LightningModule):
             attention_mask=batch["attention_mask"],
             return_logits=True,
         )
-        self.validation["loss_sum"].update(output.loss_sum)
-        self.validation["labels"].update(output.num_labels)
+        self._sum("loss_sum", output.loss_sum)
+        self._sum("labels", output.num_labels)
         labels_BS = batch["labels"][:, 1:]
         counted_BS = labels_BS != IGNORED
         right_BS = output.logits[:, :-1].argmax(-1) == labels_BS
-        self.validation["right_labels"].update((right_BS & counted_BS).sum())
+        self._sum("right_labels", (right_BS & counted_BS).sum())
         documents, right_documents = exact_documents(right_BS, counted_BS, batch["document_ids"][:, 1:])
-        self.validation["documents"].update(documents)
-        self.validation["right_documents"].update(right_documents)
+        self._sum("documents", documents)
+        self._sum("right_documents", right_documents)
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        metric = self.validation[name]
+        assert isinstance(metric, SumMetric)
+        metric.update(value)
 
     def on_validation_epoch_end(self) -> None:
-        total = {name: metric.compute() for name, metric in self.validation.items()}
-        for metric in self.validation.values():
+        total: dict[str, Tensor] = {}
+        for name, metric in self.validation.items():
+            assert isinstance(metric, SumMetric)
+            total[name] = metric.compute()
             metric.reset()
         loss = total["loss_sum"] / total["labels"]
         values = {

@@ -28,7 +28,7 @@ def register(group: str, name: str) -> Callable[[PluginType], PluginType]:
 
     def add(plugin: PluginType) -> PluginType:
         config = plugin.__dict__.get("Config")
-        if config is None or not dataclasses.is_dataclass(config):
+        if not isinstance(config, type) or not dataclasses.is_dataclass(config):
             raise ConfigError(f"{plugin.__qualname__} needs a nested dataclass `Config` to be {group}={name}")
         taken = _plugins.setdefault(group, {}).get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (

@@ -42,7 +42,7 @@ class LoadBalance(MoeCallback):
         self.announce(self.blocks(pl_module), "expert load logged")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return
@@ -72,7 +72,7 @@ class LoadBalance(MoeCallback):
             for name, values_L in per_layer.items():
                 for block, value in zip(blocks, values_L, strict=True):
                     values[f"{name}/layer_{block.layer_index:02d}"] = value
-        self.log_dict(values)
+        pl_module.log_dict(values)
         writer = experiment(trainer)
         if self.config.heat_map and writer is not None:
             writer.add_image(

@@ -44,11 +44,11 @@ class RunMetrics(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._logged = (self.tokens, self.seconds)
         self._mark = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self.validation = {
                 name: float(value)
@@ -59,7 +59,7 @@ class RunMetrics(Callback):
         self._mark = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return
@@ -68,8 +68,8 @@ class RunMetrics(Callback):
         if trainer.global_step % trainer.log_every_n_steps == 0:
             # a copy: the reduction works in place
             loss = trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")
-            self.log("train/loss", loss, prog_bar=True)
-            self.log("train/gradient_norm", pl_module.gradient_norm)
+            pl_module.log("train/loss", loss, prog_bar=True)
+            pl_module.log("train/gradient_norm", pl_module.gradient_norm)
         # an asynchronous device has finished the steps up to here by the time its loss is read for the log
         now = time.perf_counter()
         self.seconds += now - self._mark
@@ -78,9 +78,9 @@ class RunMetrics(Callback):
             tokens, seconds = self._logged
             self._logged = (self.tokens, self.seconds)
             rate = (self.tokens - tokens) / max(self.seconds - seconds, 1e-9)
-            self.log("train/tokens_per_second", rate, prog_bar=True)
+            pl_module.log("train/tokens_per_second", rate, prog_bar=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         counts = [
             block.statistics.counts_E for block in iter_moe_blocks(pl_module) if block.statistics is not None
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from afmoe.checkpoint.directory import checkpoint_name, checkpoints_directory, prune
@@ -24,7 +23,7 @@ class SaveCheckpoints(Checkpoint):
         self.keep_last = keep_last
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from afmoe.data.datamodule import AfmoeDataModule, Sample
@@ -19,7 +20,7 @@ class TextSamples(Callback):
         self.max_new_tokens = max_new_tokens
         self._samples: list[Sample] | None = None
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._samples is None:
             self._samples = self.data.samples(self.count)
         if not self._samples:
@@ -28,7 +29,7 @@ class TextSamples(Callback):
         outputs = self._answers(pl_module, self._samples)
         writer = experiment(trainer)
         if writer is not None:
-            prompts = [self.data.tokenizer.decode(sample.prompt_ids) for sample in self._samples]
+            prompts = [str(self.data.tokenizer.decode(sample.prompt_ids)) for sample in self._samples]
             rows = [
                 f"| {_cell(prompt)} | {_cell(sample.target)} | {_cell(output)} |"
                 for prompt, sample, output in zip(prompts, self._samples, outputs, strict=True)
@@ -36,7 +37,7 @@ class TextSamples(Callback):
             table = "\n".join(["| prompt | target | output |", "| --- | --- | --- |", *rows])
             writer.add_text("samples", table, trainer.global_step)
 
-    def _answers(self, module: LightningModule, samples: list[Sample]) -> list[str]:
+    def _answers(self, module: Any, samples: list[Sample]) -> list[str]:
         tokenizer = self.data.tokenizer
         length = max(len(sample.prompt_ids) for sample in samples)
         fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

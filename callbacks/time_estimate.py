@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -25,15 +25,21 @@ class TimeEstimate(Callback):
         self._tokens = 0
         self._done = False
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._start, self._tokens = time.perf_counter(), 0
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: dict, *args: object
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._tokens += batch["input_ids"].numel()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._done or not self._tokens:
             return
         self._done = True
