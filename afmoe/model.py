@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,9 @@ from afmoe.losses import next_token_targets, token_cross_entropy
 from afmoe.model_plugins import ModelPlugins
 from afmoe.moe.block import MoeBlock, moe_blocks
 from afmoe.moe.experts import Experts
+from afmoe.outputs import CausalLMOutput, ModelOutput
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ModelOutput:
-    """What `AfmoeModel` returns."""
-
-    last_hidden_state: Tensor
-    """[B, S, D], after the last norm."""
-    router_logits: tuple[Tensor, ...]
-    layout: SequenceLayout
-
-
-@dataclass
-class CausalLMOutput:
-    """What `AfmoeForCausalLM` returns."""
-
-    loss: Tensor | None = None
-    """Mean over the labels that count; 0 where none does."""
-    logits: Tensor | None = None
-    """[B, S, V]; None when labels were given and the logits not asked for."""
-    router_logits: tuple[Tensor, ...] | None = None
-    """One [B*S, E] a block, fp32, in the order of `iter_moe_blocks`."""
-    aux_loss: Tensor | None = None
-    """None unless a balance loss is on."""
-    loss_sum: Tensor | None = None
-    num_labels: Tensor | None = None
-    """int64: labels that count."""
 
 
 class DecoderLayer(nn.Module):

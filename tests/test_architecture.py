@@ -26,7 +26,7 @@ LAYERS = [
     ["afmoe.attention", "afmoe.moe.compute", "afmoe.moe.dispatch"],
     ["afmoe.moe"],
     ["afmoe.losses"],
-    ["afmoe.generation", "afmoe.model_plugins", "afmoe.model"],
+    ["afmoe.generation", "afmoe.model_plugins", "afmoe.model", "afmoe.outputs"],
     ["afmoe.checkpoint", "afmoe.optim", "afmoe.parallel", "afmoe.logger"],
     ["afmoe.module"],
     ["callbacks"],
