@@ -59,9 +59,9 @@ def test_emulated_weights_equal_the_contract_bit_for_bit(shape: tuple[int, int, 
 def test_emulated_columns_equal_the_contract_bit_for_bit(size: int, scales: str) -> None:
     offsets_L = torch.tensor([0, 127, 128, 128, 257, 385, 1700], dtype=torch.int32)
     x_RK = spread(1710, size)
-    blocks = ColumnBlocks.of(Segments.of(offsets_L), x_RK.device)
+    blocks = ColumnBlocks.of(Segments.of(offsets_L).busy, x_RK.device)
     slots = round_columns(x_RK, blocks, scales)
-    actual = torch.cat([slots[start:end] for _, start, end in blocks.segments])
+    actual = torch.cat([slots[start:end] for _, start, end in blocks.slots])
     expected = dequantize_columns(*quantize_columns(x_RK, offsets_L, scales), offsets_L)
     assert expected.shape == (1700, size)
     assert torch.equal(actual, expected)

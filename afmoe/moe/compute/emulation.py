@@ -7,7 +7,9 @@ up to the rounding of fp32 products and sums.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from afmoe.moe.activations import Activation
-from afmoe.moe.compute.rounding import ColumnBlocks, round_columns, round_rows, round_weights
+from afmoe.moe.compute.rounding import (
+    CHUNK_ELEMENTS,
+    ColumnBlocks,
+    round_columns,
+    round_rows,
+    round_weights,
+)
 from afmoe.moe.grouped_mm import Segments
 
 
@@ -50,6 +58,8 @@ def emulated_gated_mlp(
 
 
 class _EmulatedMlp(torch.autograd.Function):
+    """A few experts at a time: what lies between their products stays in the cache."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -61,99 +71,125 @@ class _EmulatedMlp(torch.autograd.Function):
         segments: Segments,
         emulation: Emulation,
     ) -> Tensor:
+        scales, activation = emulation.scales, emulation.activation
+        gate, up, down = (weight.transpose(1, 2) for weight in rounded)
+        gated_RF = x_RD.new_empty(segments.end, gate_LFD.shape[1])
+        raised_RF = torch.empty_like(gated_RF)
+        y_RD = _empty_rows(x_RD, segments)
         with torch.autocast(x_RD.device.type, enabled=False):
-            x_RD_rounded = round_rows(x_RD[: segments.end], emulation.scales)
-            gated_RF = _products(x_RD_rounded, rounded[0], segments).to(x_RD.dtype)
-            raised_RF = _products(x_RD_rounded, rounded[1], segments).to(x_RD.dtype)
-            hidden_RF = emulation.activation(gated_RF) * raised_RF
-            y_RD = _products(round_rows(hidden_RF, emulation.scales), rounded[2], segments)
+            for rows, experts in _expert_groups(segments, rounded[0]):
+                x, gated, raised = round_rows(x_RD[rows], scales), gated_RF[rows], raised_RF[rows]
+                _multiply(x, gate, experts, out=gated)
+                _multiply(x, up, experts, out=raised)
+                _multiply(round_rows(activation(gated) * raised, scales), down, experts, out=y_RD[rows])
         ctx.save_for_backward(x_RD, gated_RF, raised_RF)
         ctx.rounded, ctx.segments, ctx.emulation = rounded, segments, emulation
         ctx.weights_dtype = gate_LFD.dtype
-        return _with_padding_rows(y_RD, x_RD)
+        return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_RD, gated_RF, raised_RF = ctx.saved_tensors
-        gate_LFD, up_LFD, down_LDF = ctx.rounded
-        segments: Segments = ctx.segments
+        gate, up, down = ctx.rounded
         emulation: Emulation = ctx.emulation
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
-        grad_x_RD = grad_gate_LFD = grad_up_LFD = grad_down_LDF = None
+        scales, activation = emulation.scales, emulation.activation
+        needs_x, *needs_weights = ctx.needs_input_grad[:4]
+        grad_x_RD = _empty_rows(x_RD, ctx.segments) if needs_x else None
+        grad_weights = [
+            _empty_gradient(weight, ctx.segments) if needed else None
+            for weight, needed in zip(ctx.rounded, needs_weights, strict=True)
+        ]
         with torch.autocast(x_RD.device.type, enabled=False):
-            grad_y_RD = grad_y_RD[: segments.end].contiguous()
-            activated_RF = emulation.activation(gated_RF)
-            hidden_RF = activated_RF * raised_RF
-            grad_hidden_RF = _input_gradient(round_rows(grad_y_RD, emulation.scales), down_LDF, segments)
-            grad_hidden_RF = grad_hidden_RF.to(x_RD.dtype)
-            grad_raised_RF = activated_RF.mul_(grad_hidden_RF)
-            grad_gated_RF = emulation.activation.backward(grad_hidden_RF.mul_(raised_RF), gated_RF)
-            if needs_x:
-                sum_RD = _input_gradient(round_rows(grad_gated_RF, emulation.scales), gate_LFD, segments)
-                _input_gradient(round_rows(grad_raised_RF, emulation.scales), up_LFD, segments, sum_RD)
-                grad_x_RD = _with_padding_rows(sum_RD, x_RD)
-            gradient = _WeightGradient(segments, emulation, gate_LFD.shape[0], x_RD.device)
-            if needs_gate or needs_up:
-                x_SD = gradient.round(x_RD)
-                grad_gate_LFD = gradient(gradient.round(grad_gated_RF), x_SD) if needs_gate else None
-                grad_up_LFD = gradient(gradient.round(grad_raised_RF), x_SD) if needs_up else None
-            if needs_down:
-                grad_down_LDF = gradient(gradient.round(grad_y_RD), gradient.round(hidden_RF))
-        grads = (grad_gate_LFD, grad_up_LFD, grad_down_LDF)
-        grads = (grad if grad is None else grad.to(ctx.weights_dtype) for grad in grads)
+            for rows, experts in _expert_groups(ctx.segments, gate):
+                x, gated, raised, grad_y = x_RD[rows], gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
+                activated = activation(gated)
+                hidden = activated * raised
+                grad_hidden = torch.empty_like(gated)
+                _multiply(round_rows(grad_y, scales), down, experts, out=grad_hidden)
+                grad_raised = activated.mul_(grad_hidden)
+                grad_gated = activation.backward(grad_hidden.mul_(raised), gated)
+                operands = ((grad_gated, x), (grad_raised, x), (grad_y, hidden))
+                _weight_gradients(operands, experts, emulation, out=grad_weights)
+                if grad_x_RD is not None:
+                    grad_x = torch.empty_like(x, dtype=torch.float32)
+                    _multiply(round_rows(grad_gated, scales), gate, experts, out=grad_x)
+                    _multiply(round_rows(grad_raised, scales), up, experts, out=grad_x, accumulate=True)
+                    grad_x_RD[rows] = grad_x
+        grads = (grad if grad is None else grad.to(ctx.weights_dtype) for grad in grad_weights)
         return grad_x_RD, *grads, None, None, None
 
 
-def _products(x_RK: Tensor, w_LNK: Tensor, segments: Segments) -> Tensor:
-    """x @ w.T per expert."""
-    y_RN = x_RK.new_empty(x_RK.shape[0], w_LNK.shape[1])
+def _expert_groups(segments: Segments, w_LFD: Tensor) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+    """Runs of experts with about `CHUNK_ELEMENTS` values in their rows.
+
+    Yields the rows of a run, and (expert, first row, row after the last), counted from the run's first row.
+    """
+    max_rows = CHUNK_ELEMENTS // max(w_LFD.shape[1:])
+    run: list[tuple[int, int, int]] = []
+    first = 0
     for e, start, end in segments.busy:
-        torch.mm(x_RK[start:end], w_LNK[e].t(), out=y_RN[start:end])
-    return y_RN
+        if run and end - first > max_rows:
+            yield slice(first, start), run
+            run, first = [], start
+        run.append((e, start - first, end - first))
+    if run:
+        yield slice(first, segments.end), run
 
 
-def _input_gradient(
-    grad_RN: Tensor, w_LNK: Tensor, segments: Segments, add_to_RK: Tensor | None = None
-) -> Tensor:
-    """grad @ w per expert, added to `add_to_RK` in place where it is given."""
-    grad_RK = grad_RN.new_empty(grad_RN.shape[0], w_LNK.shape[2]) if add_to_RK is None else add_to_RK
-    beta = 0 if add_to_RK is None else 1
-    for e, start, end in segments.busy:
-        grad_RK[start:end].addmm_(grad_RN[start:end], w_LNK[e], beta=beta)
-    return grad_RK
+def _multiply(
+    x_RK: Tensor, w_LKN: Tensor, experts: list[tuple[int, int, int]], *, out: Tensor, accumulate: bool = False
+) -> None:
+    """out = x @ w per expert, or out += x @ w; the product is fp32, whatever `out` is."""
+    product = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    for e, start, end in experts:
+        product[start:end].addmm_(x_RK[start:end], w_LKN[e], beta=1 if accumulate else 0)
+    if product is not out:
+        out.copy_(product)
 
 
-class _WeightGradient:
-    """grad.T @ x per expert, of operands from `round`; exactly zero where an expert has no row."""
+def _weight_gradients(
+    operands: Sequence[tuple[Tensor, Tensor]],
+    experts: list[tuple[int, int, int]],
+    emulation: Emulation,
+    *,
+    out: list[Tensor | None],
+) -> None:
+    """out = grad.T @ x per expert, for each pair (grad, x) whose `out` is not None, on rounded operands."""
+    if emulation.wgrad == "fp8":
+        blocks = ColumnBlocks.of(experts, operands[0][0].device)
+        slots, round_operand = blocks.slots, partial(round_columns, blocks=blocks, scales=emulation.scales)
+    else:
+        slots, round_operand = experts, _round_to_bf16
+    last_x, x_rounded = None, None
+    for (grad, x), out_LNK in zip(operands, out, strict=True):
+        if out_LNK is None:
+            continue
+        grad_rounded = round_operand(grad)
+        # gate and up have the same x
+        if x is not last_x or x_rounded is None:
+            last_x, x_rounded = x, round_operand(x)
+        for e, start, end in slots:
+            torch.mm(grad_rounded[start:end].t(), x_rounded[start:end], out=out_LNK[e])
 
-    def __init__(self, segments: Segments, emulation: Emulation, num_experts: int, device: torch.device):
-        self.idle, self.scales, self.num_experts = segments.idle, emulation.scales, num_experts
-        self.blocks = ColumnBlocks.of(segments, device) if emulation.wgrad == "fp8" else None
-        self.segments = segments.busy if self.blocks is None else self.blocks.segments
 
-    def round(self, rows_RK: Tensor) -> Tensor:
-        if self.blocks is None:
-            return rows_RK.bfloat16().float()
-        return round_columns(rows_RK, self.blocks, self.scales)
-
-    def __call__(self, grad_SN: Tensor, x_SK: Tensor) -> Tensor:
-        grad_LNK = grad_SN.new_empty(self.num_experts, grad_SN.shape[1], x_SK.shape[1])
-        for e, start, end in self.segments:
-            torch.mm(grad_SN[start:end].t(), x_SK[start:end], out=grad_LNK[e])
-        for e in self.idle:
-            grad_LNK[e].zero_()
-        return grad_LNK
+def _round_to_bf16(rows_RK: Tensor) -> Tensor:
+    return rows_RK.bfloat16().float()
 
 
-def _with_padding_rows(rows_ND: Tensor, like_RD: Tensor) -> Tensor:
-    """The rows in the dtype and number of `like_RD`, those past the last expert exactly zero."""
-    rows_ND = rows_ND.to(like_RD.dtype)
-    if rows_ND.shape == like_RD.shape:
-        return rows_ND
-    rows_RD = like_RD.new_zeros(like_RD.shape)
-    rows_RD[: rows_ND.shape[0]] = rows_ND
+def _empty_rows(like_RD: Tensor, segments: Segments) -> Tensor:
+    """Rows to be filled; those past the last expert are exactly zero."""
+    rows_RD = torch.empty_like(like_RD, memory_format=torch.contiguous_format)
+    rows_RD[segments.end :].zero_()
     return rows_RD
+
+
+def _empty_gradient(weight_LNK: Tensor, segments: Segments) -> Tensor:
+    """A weight gradient to be filled; experts without rows are exactly zero."""
+    grad_LNK = torch.empty_like(weight_LNK)
+    for e in segments.idle:
+        grad_LNK[e].zero_()
+    return grad_LNK
 
 
 def round_busy_experts(w_LNK: Tensor, segments: Segments, scales: str) -> Tensor:

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afmoe.moe.grouped_mm import Segments
 from afmoe.moe.quantization import BLOCK_SIZE, block_scale
 
-CHUNK_ELEMENTS = 1 << 18
-"""Values worked on at a time, so that the passes over them stay in the cache (1 MiB in fp32)."""
+CHUNK_ELEMENTS = 1 << 17
+"""Values worked on at a time, so that the passes over them stay in the cache (512 KiB in fp32)."""
 
 
 def round_to_blocks(x: Tensor, block_dims: tuple[int, ...], scales: str, out: Tensor) -> Tensor:
@@ -87,17 +86,17 @@ class ColumnBlocks:
     """Each expert's rows, given whole blocks of 128 slots."""
 
     row_of_slot: Tensor
-    segments: list[tuple[int, int, int]]
-    """(expert, first slot, slot after its last row) of each expert that has rows."""
+    slots: list[tuple[int, int, int]]
+    """(expert, first slot, slot after its last row) of each expert."""
 
     @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> ColumnBlocks:
+    def of(cls, experts: list[tuple[int, int, int]], device: torch.device) -> ColumnBlocks:
+        """`experts`: (expert, first row, row after the last), at least one, each with rows."""
         rows, slots, first = [], [], 0
-        for e, start, end in segments.busy:
+        for e, start, end in experts:
             padded = -(-(end - start) // BLOCK_SIZE) * BLOCK_SIZE
             # slots past the last row repeat it: that changes no block's maximum, and no product reads them
             rows.append(torch.arange(start, start + padded).clamp_(max=end - 1))
             slots.append((e, first, first + end - start))
             first += padded
-        row_of_slot = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
-        return cls(row_of_slot.to(device), slots)
+        return cls(torch.cat(rows).to(device), slots)
