@@ -12,6 +12,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from transformers import PreTrainedTokenizerBase
 
@@ -204,6 +206,10 @@ def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.T
     if logger is not None and settings["log_every_n_steps"] > settings["max_steps"] > 0:
         # a run shorter than the interval would leave an empty log
         settings["log_every_n_steps"] = settings["max_steps"]
+    if settings["devices"] == "auto" and HydraConfig.get().mode == RunMode.MULTIRUN:
+        # further processes would run the whole sweep again
+        settings["devices"] = 1
+        log.info("a sweep runs its jobs one after the other, on one device each")
     if settings["max_epochs"] is None:
         settings["max_epochs"] = -1
     return pl.Trainer(

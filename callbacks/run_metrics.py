@@ -81,11 +81,16 @@ class RunMetrics(Callback):
             pl_module.log("train/tokens_per_second", rate, prog_bar=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        counts = [
-            block.statistics.counts_E for block in iter_moe_blocks(pl_module) if block.statistics is not None
-        ]
+        self._measure_violation()
+
+    def _measure_violation(self) -> None:
+        """Take the overload of the last step, mean over the layers. Every rank has to."""
+        if self._trainer is None:
+            return
+        blocks = iter_moe_blocks(self._trainer.lightning_module)
+        counts = [block.statistics.counts_E for block in blocks if block.statistics is not None]
         if counts:
-            counts_LE = trainer.strategy.reduce(torch.stack(counts), reduce_op="sum")
+            counts_LE = self._trainer.strategy.reduce(torch.stack(counts), reduce_op="sum")
             self.max_violation = float(max_violation(counts_LE).mean())
 
     def losses(self) -> list[float]:
@@ -97,7 +102,8 @@ class RunMetrics(Callback):
         return [*self._resumed_losses, *fresh][-_RECENT_STEPS:]
 
     def state_dict(self) -> dict[str, Any]:
-        # Lightning collects a checkpoint on every rank, so all of them ask for the losses
+        # Lightning collects a checkpoint on every rank, so all of them take part in the sums
+        self._measure_violation()
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,

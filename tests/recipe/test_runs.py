@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +156,23 @@ def test_a_finished_run_says_so_and_ends(sft: Run, tmp_path: Path) -> None:
     assert again.code == 0
     assert "is finished at step 4" in again.out + again.err
     assert_same_weights(before, weights(tmp_path / "outputs" / "a"))
+
+
+def test_a_run_killed_between_its_last_step_and_its_end_is_ended_by_the_next_start(
+    sft: Run, tmp_path: Path
+) -> None:
+    assert sft(*TINY, "run_name=a").code == 0
+    run = tmp_path / "outputs" / "a"
+    before = metrics(run)
+    (run / "metrics.json").unlink()
+    shutil.rmtree(run / "export")
+    again = sft(*TINY, "run_name=a")
+    assert again.code == 0, again.err
+    assert (run / "export" / "config.json").exists()
+    after = metrics(run)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed <= {"train/tokens_per_second"}
 
 
 def test_another_configuration_may_not_continue_a_run(sft: Run, tmp_path: Path) -> None:
