@@ -20,6 +20,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # the pack loader makes whole batches by itself; num_workers is data.num_workers
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
+    # torchmetrics has summed what is logged over the ranks already
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`")
     # training without held-out rows is legal, and the first screen says how many there are
     warnings.filterwarnings("ignore", message=r"You defined a `validation_step` but have no `val_dataloader`")
 

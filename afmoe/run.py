@@ -104,6 +104,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             logging.getLogger().removeHandler(handler)
             handler.close()
         os.environ.pop(_DECISION, None)
+        for decision in directory.glob(".decision-*"):
+            decision.unlink()
         lock.close()
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
+from afmoe.model import iter_moe_blocks
+from afmoe.moe.block import MoeBlock
 from afmoe.registry import register
 from callbacks.moe_callback import MoeCallback
 
@@ -19,6 +21,8 @@ class BalancedRouting(MoeCallback):
     itself keeps its own routing.
     """
 
+    effect = "routing forced to be balanced"
+
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -26,12 +30,9 @@ class BalancedRouting(MoeCallback):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        blocks = self.blocks(pl_module)
-        for block in blocks:
-            block.router.balanced = True
-        self.announce(blocks, "routing forced to be balanced")
+    def prepare(self, block: MoeBlock) -> None:
+        block.router.balanced = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for block in self.blocks(pl_module):
+        for block in iter_moe_blocks(pl_module):
             block.router.balanced = False

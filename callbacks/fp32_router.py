@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning.pytorch import LightningModule, Trainer
-
+from afmoe.moe.block import MoeBlock
 from afmoe.registry import register
 from callbacks.moe_callback import MoeCallback
 
@@ -18,6 +17,8 @@ class Fp32Router(MoeCallback):
     -> 128 router changes.
     """
 
+    effect = "router weights and product kept in fp32"
+
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -25,10 +26,7 @@ class Fp32Router(MoeCallback):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        blocks = self.blocks(pl_module)
-        for block in blocks:
-            # set first: with it the weights stay fp32 when the trainer casts the model to its precision
-            block.router.fp32 = True
-            block.router.gate.float()
-        self.announce(blocks, "router weights and product kept in fp32")
+    def prepare(self, block: MoeBlock) -> None:
+        # set first: with it the weights stay fp32 when the trainer casts the model to its precision
+        block.router.fp32 = True
+        block.router.gate.float()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning.pytorch import LightningModule, Trainer
-
+from afmoe.moe.block import MoeBlock
 from afmoe.registry import register
 from callbacks.moe_callback import MoeCallback
 
@@ -14,6 +13,8 @@ from callbacks.moe_callback import MoeCallback
 class FreezeRouter(MoeCallback):
     """Takes router weights out of the training; the selection bias is no parameter and stays anyway."""
 
+    effect = "router weights frozen"
+
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -21,9 +22,5 @@ class FreezeRouter(MoeCallback):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # before the optimizer is made and before a strategy wraps the model
-        blocks = self.blocks(pl_module)
-        for block in blocks:
-            block.router.requires_grad_(False)
-        self.announce(blocks, "router weights frozen")
+    def prepare(self, block: MoeBlock) -> None:
+        block.router.requires_grad_(False)

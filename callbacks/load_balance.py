@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from afmoe.logger.tensorboard import experiment
@@ -26,6 +25,8 @@ class LoadBalance(MoeCallback):
     between logs.
     """
 
+    effect = "expert load logged"
+
     @dataclass(kw_only=True)
     class Config:
         per_layer: bool = True
@@ -37,9 +38,6 @@ class LoadBalance(MoeCallback):
         self.config = config
         self.window_LE: Tensor | None = None
         """Counts of the steps since the last log, one row a MoE block, this rank's."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.announce(self.blocks(pl_module), "expert load logged")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -12,13 +10,27 @@ from afmoe.errors import ConfigError
 from afmoe.model import iter_moe_blocks
 from afmoe.moe.block import MoeBlock
 
-log = logging.getLogger(__name__)
-
 
 class MoeCallback(Callback):
-    """A callback with the registered name `name` that acts on every MoE block."""
+    """A callback that does something to every MoE block before training, in `prepare`."""
 
     name: str
+    """Its option in the group `callbacks`; `register` sets it."""
+    effect: str
+    """What it does, for the line that says to how many blocks."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # before the optimizer is made, before a strategy wraps the model and a precision casts it
+        blocks = self.blocks(pl_module)
+        for block in blocks:
+            self.prepare(block)
+        if stage == "fit":
+            rank_zero_info(
+                f"{self.name}: {self.effect} in {len(blocks)} MoE block{'s' if len(blocks) > 1 else ''}"
+            )
+
+    def prepare(self, block: MoeBlock) -> None:
+        """Change one block; nothing here."""
 
     def blocks(self, module: LightningModule) -> list[MoeBlock]:
         """The model's MoE blocks. Raises `ConfigError` when it has none."""
@@ -29,6 +41,3 @@ class MoeCallback(Callback):
                 "(model.num_dense_layers)"
             )
         return blocks
-
-    def announce(self, blocks: list[MoeBlock], what: str) -> None:
-        rank_zero_info(f"{self.name}: {what} in {len(blocks)} MoE block{'s' if len(blocks) > 1 else ''}")
