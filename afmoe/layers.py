@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,12 +50,12 @@ class RotaryEmbedding:
         parameters = dict(config.rope_parameters or {})
         self.rope_type = parameters["rope_type"]
         self.depends_on_length = self.rope_type in ("dynamic", "longrope")
-        self.original_length = int(
-            parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-            if self.rope_type == "longrope"
-            else config.max_position_embeddings
-        )
-        self._frequencies = self._frequency_function(config, parameters)
+        self.original_length = config.max_position_embeddings
+        if self.rope_type == "longrope":
+            self.original_length = parameters.get("original_max_position_embeddings", self.original_length)
+        self._head_dim = config.head_dim
+        self._theta = parameters["rope_theta"]
+        self._transformers_config = None if self.rope_type == "default" else _transformers_config(config)
         frequencies, self.attention_scaling = self._frequencies(None)
         if frequencies.numel() != config.head_dim // 2:
             raise ConfigError(
@@ -84,40 +83,39 @@ class RotaryEmbedding:
             self._by_device[device] = next(iter(self._by_device.values())).to(device)
         return self._by_device[device]
 
-    def _frequency_function(
-        self, config: AfmoeConfig, parameters: dict[str, Any]
-    ) -> Callable[[Tensor | None], tuple[Tensor, float]]:
-        """From a batch's length (None: the configured one) to fp32 frequencies [C/2] and a scale."""
-        if self.rope_type == "default":
-            steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-            return lambda length: (1.0 / (parameters["rope_theta"] ** (steps / config.head_dim)), 1.0)
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-        from transformers.models.afmoe.configuration_afmoe import AfmoeConfig as TransformersConfig
+    def _frequencies(self, length: Tensor | None) -> tuple[Tensor, float]:
+        """fp32 frequencies [C/2] and a scale for a batch of that length (None: the configured one)."""
+        # transformers makes tensors on the default device, which is meta while a preset is being sized up
+        with torch.device("cpu"):
+            if self._transformers_config is None:
+                steps = torch.arange(0, self._head_dim, 2, dtype=torch.float32)
+                return 1.0 / (self._theta ** (steps / self._head_dim)), 1.0
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if self.rope_type not in ROPE_INIT_FUNCTIONS:
-            names = {"default", *ROPE_INIT_FUNCTIONS}
-            raise ConfigError(
-                f"unknown rope_type={self.rope_type}; choose one of: {closest(self.rope_type, names)}"
-            )
-        # transformers' functions read its own config class, which fills in what a rope type leaves out
-        try:
-            theirs = TransformersConfig(
-                head_dim=config.head_dim,
-                hidden_size=config.hidden_size,
-                num_attention_heads=config.num_attention_heads,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=parameters,
-            )
-        except KeyError as error:
-            raise ConfigError(f"rope_parameters={parameters}: {error.args[0]}") from error
-        function: Any = ROPE_INIT_FUNCTIONS[self.rope_type]
+            function: Any = ROPE_INIT_FUNCTIONS[self.rope_type]
+            return function(self._transformers_config, torch.device("cpu"), seq_len=length)
 
-        def compute(length: Tensor | None) -> tuple[Tensor, float]:
-            # the functions make tensors on the default device, which is meta while a preset is being sized up
-            with torch.device("cpu"):
-                return function(theirs, torch.device("cpu"), seq_len=length)
 
-        return compute
+def _transformers_config(config: AfmoeConfig) -> Any:
+    """What transformers' rope functions read: its own class, which fills in what a rope type leaves out."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.afmoe.configuration_afmoe import AfmoeConfig as TransformersConfig
+
+    parameters = dict(config.rope_parameters or {})
+    rope_type = parameters["rope_type"]
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        names = {"default", *ROPE_INIT_FUNCTIONS}
+        raise ConfigError(f"unknown rope_type={rope_type}; choose one of: {closest(rope_type, names)}")
+    try:
+        return TransformersConfig(
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=parameters,
+        )
+    except KeyError as error:
+        raise ConfigError(f"rope_parameters={parameters}: {error.args[0]}") from error
 
 
 def rotate(x_BSHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

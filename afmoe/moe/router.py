@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from afmoe.config import AfmoeConfig
 from afmoe.errors import ConfigError, closest
 
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    return logits_TE.softmax(-1)
+
+
 SCORE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
-    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "softmax": _softmax,
 }
 """What `score_func` may name: fp32 logits_TE -> scores_TE. Other packages add to it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -124,9 +125,11 @@ def test_a_model_on_the_meta_device_can_be_filled_later():
     assert torch.equal(model.eval()(ids).logits, source(ids).logits)
 
 
-def test_a_deep_copy_computes_the_same():
-    model = our_model(tie_word_embeddings=True)
-    copied = copy.deepcopy(model)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_computes_the_same(how: str):
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    model = our_model(tie_word_embeddings=True, score_func="softmax", rope_parameters=rope)
+    copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     ids = random_ids(1, 9)
     assert torch.equal(copied(ids).logits, model(ids).logits)
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
