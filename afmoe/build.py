@@ -138,6 +138,9 @@ def make_model(
         model = AfmoeForCausalLM(source.config, **plugins)
     else:
         model = load_pretrained(source.directory, **plugins)
+    sequence_length, longest = config.data["sequence_length"], model.config.max_position_embeddings
+    if sequence_length > longest:
+        log.warning("data.sequence_length=%d goes beyond max_position_embeddings=%d", sequence_length, longest)
     if len(tokenizer) > model.config.vocab_size:
         log.info(resize_vocabulary(model, len(tokenizer)))
     return model
