@@ -1,4 +1,4 @@
-# make sft        set up, then the main job: an AFMoE model learns on this machine's CPU or GPU, experts in fp8
+# make sft        set up, then the main job: an AFMoE model learns on this machine's CPU, experts in fp8
 # make test       set up, then the tests (under 8 minutes on 2 cores)
 # make test-all   the slow tests too
 # make check      lint, format, types
@@ -18,7 +18,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: sft setup test test-all check clean
 
 sft: setup
-	$(BIN)/python recipes/sft.py model=afmoe_mini moe/compute=fp8
+	$(BIN)/python recipes/sft.py model=afmoe_mini moe/compute=fp8 trainer.accelerator=cpu
 
 setup: $(VENV)/.ready
 

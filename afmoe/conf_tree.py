@@ -39,6 +39,11 @@ def group_options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIRECTORY / group).glob("*.yaml"))
 
 
+def has_key(group: str, option: str, key: str) -> bool:
+    """Whether the YAML of an option holds a key."""
+    return key in OmegaConf.load(CONF_DIRECTORY / group / f"{option}.yaml")
+
+
 def compose_defaults(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """The config that the chosen groups give before any field is changed. Overrides of fields are passed
     over.

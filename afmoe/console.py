@@ -22,6 +22,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
     # torchmetrics has summed what is logged over the ranks already
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`")
+    # the interval counts optimizer steps, which go on over the end of a short epoch
+    warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than")
     # training without held-out rows is legal, and the first screen says how many there are
     warnings.filterwarnings("ignore", message=r"You defined a `validation_step` but have no `val_dataloader`")
 

@@ -153,7 +153,7 @@ def _unknown_key(key: str, config_name: str) -> str:
     """Name the valid neighbours of a key that the config does not have."""
     from omegaconf import DictConfig, OmegaConf
 
-    from afmoe.conf_tree import compose_defaults, config_groups
+    from afmoe.conf_tree import compose_defaults, config_groups, group_options, has_key
 
     key = key.split("@", 1)[0]
     if "/" in key or key in config_groups():
@@ -165,6 +165,11 @@ def _unknown_key(key: str, config_name: str) -> str:
         section, _, name = section.rpartition(".")
         node = OmegaConf.select(config, section) if section else config
     where = f" in {section}" if section else ""
+    owners = [option for option in group_options(section.replace(".", "/")) if has_key(section, option, name)]
+    if owners:
+        group = section.replace(".", "/")
+        choice = " or ".join(f"{group}={option}" for option in owners)
+        return f"unknown key {key}: the chosen {group} has no `{name}`; it belongs to {choice}"
     valid = [str(known) for known in node] if isinstance(node, DictConfig) else []
     if not section:
         valid = [*valid, *config_groups()]

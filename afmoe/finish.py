@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,15 @@ import lightning.pytorch as pl
 from transformers import PreTrainedTokenizerBase
 
 from afmoe.checkpoint.atomic import write_text
+from afmoe.checkpoint.directory import newest_checkpoint
 from afmoe.checkpoint.export import export_run
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.module import AfmoeModule
 from afmoe.run import Run, command_line, started_from
 from callbacks.run_metrics import RunMetrics, write_metrics
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = (
     "torch",
@@ -72,6 +76,12 @@ def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterato
         yield
     except BaseException as error:
         if write_status:
+            newest = newest_checkpoint(run.directory)
+            log.warning(
+                "stopped at step %d; the same command continues from %s",
+                trainer.global_step,
+                "the start: no checkpoint was written yet" if newest is None else newest.name,
+            )
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
             write_metrics(run.directory / "metrics.json", trainer, metrics, status)
         raise

@@ -86,13 +86,15 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         yield _received_decision(directory)
         return
     if config.dry_run:
-        yield Run(directory, None, 0, False)
+        # what a start would decide, without a lock and with nothing written
+        yield dataclasses.replace(_decide(config, directory), finished=False)
         return
     lock = _lock(directory)
     handler: logging.Handler | None = None
     try:
         if config.resume == "never" and _holds_a_run(directory):
             lock = _move_aside(directory, lock, config.overwrite)
+        remove_leftovers(directory)
         run = _decide(config, directory)
         _hand_on(run)
         if not run.finished:
@@ -161,7 +163,6 @@ def _move_aside(directory: Path, lock: TextIO, overwrite: bool) -> TextIO:
 
 
 def _decide(config: RunConfig, directory: Path) -> Run:
-    remove_leftovers(directory)
     newest = newest_checkpoint(directory)
     if config.resume not in ("auto", "never"):
         wanted = _checkpoint_at(Path(config.resume))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from afmoe.build import ModelSource, meta_model
+from afmoe.build import ModelSource, meta_model, training_memory_gib
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.hardware import Hardware
@@ -28,7 +29,7 @@ def show_start(
     trainer: pl.Trainer,
 ) -> None:
     """Device, model, data, length, where the run lies and how to watch it."""
-    rows = _rows(config, model, data, hardware)
+    rows = _rows(config, model, data, hardware, num_ranks=trainer.world_size)
     rows["run"] = f"{_short(run.directory)}" + (
         f", continued at step {run.resume_step}" if run.resume_step else ""
     )
@@ -46,7 +47,14 @@ def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, har
         "dispatch": config.moe.dispatch,
         "hardware": hardware,
     }
-    rows = _rows(config, meta_model(source, plugins), data, hardware)
+    model = meta_model(source, plugins)
+    rows = _rows(config, model, data, hardware, num_ranks=1)
+    needed_gib, available_gib = training_memory_gib(model), hardware.memory_gib * hardware.num_devices
+    fits = "" if needed_gib <= available_gib else ": it does not fit"
+    rows["memory"] = (
+        f"at least {needed_gib:.2f} GiB for weights, gradients and optimizer in fp32, this machine has "
+        f"{available_gib:.0f} GiB{fits}"
+    )
     batch = next(iter(data.train_dataloader()))
     shape = "x".join(str(size) for size in batch["input_ids"].shape)
     rows["first batch"] = (
@@ -74,12 +82,17 @@ def show_end(run: Run, trainer: pl.Trainer, values: dict[str, Any]) -> None:
 
 
 def _rows(
-    config: RunConfig, model: AfmoeForCausalLM, data: AfmoeDataModule, hardware: Hardware
+    config: RunConfig,
+    model: AfmoeForCausalLM,
+    data: AfmoeDataModule,
+    hardware: Hardware,
+    *,
+    num_ranks: int,
 ) -> dict[str, str]:
     model_config = model.config
     blocks = list(iter_moe_blocks(model))
     rows = {
-        "device": f"{hardware.device_type} {hardware.name}, {config.trainer.precision}",
+        "device": _device(config, hardware, num_ranks),
         "model": (
             f"{_count(model.num_parameters())} parameters, {_count(model.num_parameters(active=True))} "
             f"active per token; {model_config.num_hidden_layers} layers, {len(blocks)} with "
@@ -99,10 +112,23 @@ def _rows(
         + (f"; {dropped:,} dropped, see data_report.json" if dropped else "")
     )
     length = config.trainer
-    steps = f"{length.max_steps:,} steps" if length.max_steps > 0 else f"{length.max_epochs} epochs"
-    packs = data.layout.packs_per_step
-    rows["length"] = f"{steps} of {packs} packs of up to {data.config.sequence_length} tokens"
+    limits = [f"{length.max_steps:,} steps"] if length.max_steps >= 0 else []
+    limits += [] if length.max_epochs is None else [f"{length.max_epochs} epochs"]
+    limits += [] if length.max_time is None else [length.max_time]
+    packs = data.config.batch_size * length.accumulate_grad_batches * num_ranks
+    rows["length"] = (
+        f"{' or '.join(limits) or 'no limit'}, {packs} packs of up to {data.config.sequence_length} tokens a step"
+    )
     return rows
+
+
+def _device(config: RunConfig, hardware: Hardware, num_ranks: int) -> str:
+    parts = [f"{hardware.device_type} {hardware.name}", config.trainer.precision]
+    if hardware.device_type == "cpu":
+        parts.insert(1, f"{torch.get_num_threads()} threads")
+    if num_ranks > 1:
+        parts.append(f"{num_ranks} processes")
+    return ", ".join(parts)
 
 
 def _show(title: str, rows: dict[str, str]) -> None:

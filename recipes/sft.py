@@ -38,6 +38,7 @@ def train(config: RunConfig, run: Run) -> float | None:
     pretrained = build.find_pretrained(config.model)
     tokenizer = build.make_tokenizer(config, pretrained)
     source = build.model_source(config, tokenizer, pretrained)
+    build.check_export(config, source)
 
     data = AfmoeDataModule(
         configure("data", config.data),

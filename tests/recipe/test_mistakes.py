@@ -38,6 +38,7 @@ WITHOUT_TORCH: dict[str, tuple[str, ...]] = {
     "trainer.precision=fp8": ("trainer.precision must be one of", "bf16-mixed"),
     "trainer.accumulate_grad_batches=0": ("must be at least 1, got 0",),
     "data.max_length=0": ("data.min_length must lie in [1, max_length=0]", "3"),
+    "data.train_files=[x.jsonl]": ("no `train_files`", "data=jsonl"),
     "data=jsonl": ("data.train_files is not given",),
     "data=jsonl data.train_files=[missing.jsonl]": ("no file missing.jsonl",),
     "hydra.run.dir=file.txt/run": ("file.txt/run", "choose another folder"),
@@ -139,9 +140,11 @@ def test_values_that_torch_has_to_judge_are_one_line_too(sft: Callable[..., Resu
         "model.vocab_size=10": "model.vocab_size=10 is smaller than the tokenizer",
         "model.pretrained=empty": "empty",
         "tokenizer.path=empty": "no tokenizer in empty",
-        "model.score_func=other": "score_func=other",
+        "model.score_func=other export.enabled=false": "score_func=other",
         "model.num_hidden_layers=4000 model.hidden_size=8192 model.num_experts=512": "needs at least",
         "trainer.max_steps=-1": "needs the length of the run",
+        "export.layout=hff": "unknown export.layout=hff; choose one of: hf",
+        "model.score_func=softmax": "export.enabled=false",
         "trainer.accelerator=gpu": "trainer.accelerator=gpu",
     }
     tiny = {override.split("=", 1)[0]: override for override in TINY}
