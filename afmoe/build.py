@@ -17,19 +17,21 @@ from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from transformers import PreTrainedTokenizerBase
 
-from afmoe.checkpoint.config_file import read_config
+from afmoe.attention import check_attention
+from afmoe.checkpoint.config_file import config_fields, read_config
 from afmoe.checkpoint.hub import resolve_pretrained
+from afmoe.checkpoint.layouts import LAYOUTS
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.checkpoint.pretrained import load_pretrained
 from afmoe.checkpoint.vocabulary import resize_vocabulary
 from afmoe.config import AfmoeConfig, ModelConfig, RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.data.tokenizer import has_tokenizer, load_tokenizer
-from afmoe.errors import ConfigError, MachineError
+from afmoe.errors import ConfigError, MachineError, closest
 from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
 from afmoe.module import AfmoeModule
-from afmoe.registry import build, configure
+from afmoe.registry import build, configure, plugin_of
 from afmoe.run import Run
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,19 @@ def model_source(
     return ModelSource(AfmoeConfig(**fields), None)
 
 
+def check_export(config: RunConfig, source: ModelSource) -> None:
+    """Refuse now what could not be exported at the end: an unknown layout, a model that it cannot express."""
+    if not config.export.enabled:
+        return
+    layout = config.export.layout
+    if layout not in LAYOUTS:
+        raise ConfigError(f"unknown export.layout={layout}; choose one of: {closest(layout, LAYOUTS)}")
+    try:
+        config_fields(source.config, layout, torch.float32)
+    except ConfigError as error:
+        raise ConfigError(f"the export would fail: {error} (export.layout, export.enabled=false)") from error
+
+
 def make_model(
     config: RunConfig,
     source: ModelSource,
@@ -133,6 +148,7 @@ def make_model(
         "dispatch": config.moe.dispatch,
         "hardware": hardware,
     }
+    _check_attention(config, source.config, hardware)
     _refuse_too_large(source.config, plugins, hardware)
     if source.directory is None or weights_follow:
         model = AfmoeForCausalLM(source.config, **plugins)
@@ -140,7 +156,9 @@ def make_model(
         model = load_pretrained(source.directory, **plugins)
     sequence_length, longest = config.data["sequence_length"], model.config.max_position_embeddings
     if sequence_length > longest:
-        log.warning("data.sequence_length=%d goes beyond max_position_embeddings=%d", sequence_length, longest)
+        log.warning(
+            "data.sequence_length=%d goes beyond max_position_embeddings=%d", sequence_length, longest
+        )
     if len(tokenizer) > model.config.vocab_size:
         log.info(resize_vocabulary(model, len(tokenizer)))
     return model
@@ -152,9 +170,27 @@ def meta_model(source: ModelSource, plugins: dict[str, Any]) -> AfmoeForCausalLM
         return AfmoeForCausalLM(source.config, **plugins)
 
 
+def _check_attention(config: RunConfig, model: AfmoeConfig, hardware: Hardware) -> None:
+    """Refuse a choice that computes here and has no backward. Raises `MachineError`."""
+    choice = configure("attention", config.attention)
+    check_attention(
+        plugin_of(choice),
+        choice,
+        hardware=hardware,
+        head_dim=model.head_dim,
+        dropout=model.attention_dropout,
+        is_training=True,
+    )
+
+
+def training_memory_gib(model: AfmoeForCausalLM) -> float:
+    """The least that training takes on one device: weights, gradients and AdamW's averages in fp32."""
+    return model.num_parameters() * _BYTES_PER_TRAINED_PARAMETER / 2**30
+
+
 def _refuse_too_large(config: AfmoeConfig, plugins: dict[str, Any], hardware: Hardware) -> None:
-    parameters = meta_model(ModelSource(config, None), plugins).num_parameters()
-    needed_gib = parameters * _BYTES_PER_TRAINED_PARAMETER / 2**30
+    model = meta_model(ModelSource(config, None), plugins)
+    parameters, needed_gib = model.num_parameters(), training_memory_gib(model)
     available_gib = hardware.memory_gib * hardware.num_devices
     if needed_gib > available_gib:
         raise MachineError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from afmoe import registry
+from afmoe.attention import check_attention
 from afmoe.config import AfmoeConfig
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.compute import check_compute
@@ -17,9 +18,15 @@ class ModelPlugins:
         self, config: AfmoeConfig, attention: Any, compute: Any, dispatch: Any, hardware: Hardware | None
     ) -> None:
         hardware = hardware or detect_hardware()
-        self.attention = registry.build(
-            registry.configure("attention", attention), window=config.sliding_window, hardware=hardware
+        attention_config = registry.configure("attention", attention)
+        check_attention(
+            registry.plugin_of(attention_config),
+            attention_config,
+            hardware=hardware,
+            head_dim=config.head_dim,
+            dropout=config.attention_dropout,
         )
+        self.attention = registry.build(attention_config, window=config.sliding_window, hardware=hardware)
         self.dispatcher = registry.build(
             registry.configure("moe/dispatch", dispatch), num_experts=config.num_experts
         )

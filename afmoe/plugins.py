@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PLUGINS: dict[str, dict[str, str]] = {
     "attention": {
+        "flash": "afmoe.attention.flash",
+        "flex": "afmoe.attention.flex",
         "reference": "afmoe.attention.reference",
         "sdpa": "afmoe.attention.sdpa",
     },

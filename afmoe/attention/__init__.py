@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from afmoe.attention.layout import SequenceLayout
+from afmoe.errors import MachineError
 from afmoe.hardware import Hardware
 
 
@@ -25,9 +26,21 @@ class AttentionPlugin(Protocol):
 
     Config: ClassVar[type]
     name: ClassVar[str]
+    supports_static_cache: ClassVar[bool]
+    """Whether it reads keys that lie in slots, in no order, as `StaticCache` keeps them."""
 
     def __init__(self, config: Any, *, window: int, hardware: Hardware | None = None) -> None:
         """`window`: tokens that a query of a sliding layer sees, itself included."""
+        ...
+
+    @classmethod
+    def why_not(
+        cls, config: Any, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
+    ) -> str | None:
+        """Why this cannot run there and what would, in one sentence; None: it can.
+
+        `is_training`: backward is wanted, and `dropout` of the attention weights.
+        """
         ...
 
     def prepare(self, layout: SequenceLayout) -> Any:
@@ -46,3 +59,20 @@ class AttentionPlugin(Protocol):
     ) -> Tensor:
         """The mixed values [B, S, H, C]. `dropout`: probability with which an attention weight is dropped."""
         ...
+
+
+def check_attention(
+    plugin: type[AttentionPlugin],
+    config: Any,
+    *,
+    hardware: Hardware,
+    head_dim: int,
+    dropout: float,
+    is_training: bool = False,
+) -> None:
+    """Raise `MachineError` with the plugin's reason when it cannot run there."""
+    reason = plugin.why_not(
+        config, hardware=hardware, head_dim=head_dim, dropout=dropout, is_training=is_training
+    )
+    if reason is not None:
+        raise MachineError(reason)

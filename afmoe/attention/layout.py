@@ -39,6 +39,14 @@ class SequenceLayout:
     def num_cached(self) -> int:
         return self.num_keys - self.num_queries
 
+    def first_key(self, window: int | None) -> int:
+        """The first key that a cache hands to a layer with this window: earlier ones no new token sees."""
+        return 0 if window is None else max(0, self.num_cached - window + 1)
+
+    def visible_in_cache(self, window: int | None) -> Tensor | None:
+        """`visible` for the keys that a cache hands to a layer with this window."""
+        return self.visible(window, self.first_key(window))
+
     def visible(self, window: int | None, first_key: int = 0) -> Tensor | None:
         """Boolean mask [B or 1, queries, keys from `first_key` on], True where a query sees a key.
 

@@ -16,6 +16,8 @@ from afmoe.registry import register
 class ReferenceAttention:
     """Time and memory grow with the square of the sequence, in sliding layers too."""
 
+    supports_static_cache = True
+
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -23,9 +25,15 @@ class ReferenceAttention:
     def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
         self.window = window
 
+    @classmethod
+    def why_not(
+        cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
+    ) -> str | None:
+        return None
+
     def prepare(self, layout: SequenceLayout) -> tuple[Tensor | None, Tensor | None]:
         """The masks of full and of sliding layers, [B or 1, queries, keys]."""
-        return layout.visible(None), layout.visible(self.window)
+        return layout.visible(None), layout.visible_in_cache(self.window)
 
     def __call__(
         self,
@@ -37,8 +45,4 @@ class ReferenceAttention:
         is_sliding: bool,
         dropout: float,
     ) -> Tensor:
-        mask = prepared[is_sliding]
-        if mask is not None:
-            # a cache of a sliding layer holds the last keys only
-            mask = mask[:, :, mask.shape[2] - key_BSGC.shape[1] :]
-        return attend(query_BSHC, key_BSGC, value_BSGC, mask, dropout)
+        return attend(query_BSHC, key_BSGC, value_BSGC, prepared[is_sliding], dropout)

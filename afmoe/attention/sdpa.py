@@ -26,12 +26,20 @@ _FEW_KEYS = 4
 
 @register("attention", "sdpa")
 class SdpaAttention:
+    supports_static_cache = True
+
     @dataclass(kw_only=True)
     class Config:
         pass
 
     def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
         self.window = window
+
+    @classmethod
+    def why_not(
+        cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
+    ) -> str | None:
+        return None
 
     def prepare(self, layout: SequenceLayout) -> Masks:
         return Masks(layout, self.window)
@@ -101,7 +109,7 @@ class Masks:
             return self._block_masks()
         if self.fits_window:
             return self.full
-        return self.layout.visible(self.window, max(0, self.layout.num_cached - self.window + 1))
+        return self.layout.visible_in_cache(self.window)
 
     def blocks(self, x_BSHC: Tensor) -> Tensor:
         """[B, blocks, block, H, C], zeros behind the last token."""

@@ -146,6 +146,8 @@ def test_values_that_torch_has_to_judge_are_one_line_too(sft: Callable[..., Resu
         "export.layout=hff": "unknown export.layout=hff; choose one of: hf",
         "model.score_func=softmax": "export.enabled=false",
         "trainer.accelerator=gpu": "trainer.accelerator=gpu",
+        "attention=flex trainer.accelerator=cpu": "attention=flex cannot train on a CPU",
+        "attention=flash trainer.accelerator=cpu": "attention=flash needs a CUDA GPU",
     }
     tiny = {override.split("=", 1)[0]: override for override in TINY}
     for mistake, words in mistakes.items():
