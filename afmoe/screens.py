@@ -96,7 +96,8 @@ def _rows(
         "model": (
             f"{_count(model.num_parameters())} parameters, {_count(model.num_parameters(active=True))} "
             f"active per token; {model_config.num_hidden_layers} layers, {len(blocks)} with "
-            f"{model_config.num_experts} experts, top-{model_config.num_experts_per_tok}"
+            f"{model_config.num_experts} experts, top-{model_config.num_experts_per_tok}; vocabulary "
+            f"{model_config.vocab_size:,}"
         ),
         "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch"
         if blocks
@@ -117,7 +118,8 @@ def _rows(
     limits += [] if length.max_time is None else [length.max_time]
     packs = data.config.batch_size * length.accumulate_grad_batches * num_ranks
     rows["length"] = (
-        f"{' or '.join(limits) or 'no limit'}, {packs} packs of up to {data.config.sequence_length} tokens a step"
+        f"{' or '.join(limits) or 'no limit'}; a step is {packs} packs of up to "
+        f"{data.config.sequence_length} tokens"
     )
     return rows
 
