@@ -13,10 +13,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
-from afmoe.errors import ConfigError, ScriptParser, script_errors
+from afmoe.errors import ScriptParser, script_errors
 
 if TYPE_CHECKING:
     from afmoe.checkpoint.convert import Conversion
@@ -32,17 +31,9 @@ def main() -> None:
     import torch
 
     from afmoe.checkpoint.convert import convert_checkpoint
+    from afmoe.checkpoint.progress import progress_bars
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks = {}
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done)
-
+    with progress_bars(DownloadColumn()) as on_progress:
         conversion = convert_checkpoint(
             options.source,
             options.destination,
@@ -81,7 +72,7 @@ def size(text: str) -> int:
         if number.endswith(name):
             number, unit = number.removesuffix(name), factor
     if not number.strip().replace(".", "", 1).isdigit() or float(number) * unit < 1:
-        raise ConfigError(f"--max-shard-size must be a size like 500MB or 5GB, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a size like 500MB or 5GB, got {text}")
     return int(float(number) * unit)
 
 

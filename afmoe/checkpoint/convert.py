@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,11 @@ from afmoe.checkpoint.model_directory import (
     replaced_model_directory,
 )
 from afmoe.checkpoint.model_files import ModelFiles
+from afmoe.checkpoint.progress import OnProgress, no_progress
 from afmoe.checkpoint.shapes import canonical_specs
 from afmoe.checkpoint.tensor_file import TensorWriter
 from afmoe.config import AfmoeConfig
 from afmoe.errors import ConfigError, MachineError
-
-OnProgress = Callable[[str, int, int], None]
-"""What is being done, bytes done, bytes in all."""
 
 
 @dataclass
@@ -70,7 +68,7 @@ def convert_checkpoint(
     check: bool = False,
     force: bool = False,
     max_shard_size: int = MAX_SHARD_SIZE,
-    on_progress: OnProgress = lambda stage, done, total: None,
+    on_progress: OnProgress = no_progress,
 ) -> Conversion:
     """Write `destination` whole or not at all, in `layout`; `dtype` None keeps that of each tensor.
 
@@ -188,6 +186,8 @@ def _write_weights(
             writer.write(tensors)
             done += sum(specs[key].nbytes for key in tensors)
             on_progress("writing", done, num_bytes)
+            # before the next layer is read: one is in memory, not two
+            del tensors
 
 
 def _forget(directory: Path) -> None:
@@ -225,4 +225,5 @@ def _check_back(
         found |= non_finite(copy)
         done += sum(tensor.nbytes for tensor in copy.values())
         on_progress("checking", min(done, num_bytes), num_bytes)
+        del copy, original
     return found

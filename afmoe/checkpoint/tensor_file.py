@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afmoe.errors import ConfigError
+from afmoe.errors import ConfigError, MachineError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -88,6 +88,14 @@ class TensorReader:
             raise ConfigError(f"{path} is missing; {self.directory / INDEX} names it") from error
         except SafetensorError as error:
             raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
+        except RuntimeError as error:
+            # Linux refuses to map a single file that is larger than the machine's memory
+            if "unable to mmap" not in str(error):
+                raise
+            raise MachineError(
+                f"{path} ({path.stat().st_size / 1e9:.1f} GB) cannot be mapped into this machine's memory: "
+                "split the weights into shards, or take a larger machine"
+            ) from error
         return self._files[name]
 
 
