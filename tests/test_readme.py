@@ -197,7 +197,7 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     assert finished_runs(outputs) == {
         "reverse_text-afmoe_mini-fp8",
-        "smoke",
+        "smoke-reverse_text-afmoe_mini-native",
         "chats",
         "second_day",
         "first",
