@@ -16,6 +16,9 @@ _SHARED_MEMORY_KIB_ELSEWHERE = 99
 # Eight warps keep a 128 x 128 fp32 sum in registers beside the one that fp8 promotes; four spill
 # (ahead of time for sm_90: 320 bytes of stack)
 _NUM_WARPS = 8
+# 16 warps need 126 registers each for the 128 x 128 tile and both copies of it, 8 need 232: as many programs
+# fit on a multiprocessor, with twice the warps
+_QUANTIZER_WARPS = 16
 _MOST_STAGES = 4
 
 
@@ -27,7 +30,7 @@ def product_options(num_bytes_per_stage: int) -> dict[str, int]:
 
 def quantizer_options() -> dict[str, int]:
     """Launch options of a kernel that holds one 128 x 128 tile in registers."""
-    return {"num_warps": _NUM_WARPS}
+    return {"num_warps": _QUANTIZER_WARPS}
 
 
 def shared_memory_kib() -> int:
