@@ -63,7 +63,9 @@ def compile_launches(architecture: int, launch: Any) -> dict[str, tuple[Any, flo
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         name = self.fn.__name__.strip("_").removesuffix("_kernel")
         constants = {key: value for key, value in options.items() if key not in ("num_warps", "num_stages")}
-        label = name + "".join(f" {key}={value}" for key, value in constants.items() if key.startswith(("NUM_", "WITH_")))
+        label = name + "".join(
+            f" {key}={value}" for key, value in constants.items() if key.startswith(("NUM_", "WITH_"))
+        )
         strides = f" strides={args[14]}" if name == "multiply" else ""
         compiled.setdefault(label + strides, (kernel, time.perf_counter() - started))
         return kernel

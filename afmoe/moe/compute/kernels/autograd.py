@@ -38,7 +38,9 @@ def gated_mlp_by_kernels(
     return _GatedMlp.apply(x_RD, *weights, offsets_L, activation, products, stored_weights)
 
 
-def store_weights(weights: tuple[Tensor, Tensor, Tensor], products: Products) -> tuple[Weight, Weight, Weight]:
+def store_weights(
+    weights: tuple[Tensor, Tensor, Tensor], products: Products
+) -> tuple[Weight, Weight, Weight]:
     """The weights in the products' format; the copy for backward only while gradients are recorded."""
     transposed = torch.is_grad_enabled()
     with torch.no_grad():

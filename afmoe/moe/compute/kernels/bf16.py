@@ -24,9 +24,7 @@ class Bf16Products:
         w_LNK = w_LNK.bfloat16().contiguous()
         return Weight(forward=(w_LNK,), transposed=(w_LNK.transpose(1, 2),) if transposed else ())
 
-    def store(
-        self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool
-    ) -> tuple[Stored, Stored]:
+    def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
         x_RK = x_RK.bfloat16().contiguous()
         return ((x_RK,) if rows else ()), ((x_RK,) if columns else ())
 
@@ -202,6 +200,4 @@ def _weight_gradient_kernel(
         x_tile = tl.load(x + rows * size_k + k[None, :], mask=is_row & (k < size_k)[None, :], other=0.0)
         total = tl.dot(tl.trans(grad_tile), x_tile, total)
     out_pointers = out + expert.to(tl.int64) * size_n * size_k + n[:, None] * size_k + k[None, :]
-    tl.store(
-        out_pointers, total.to(out.dtype.element_ty), mask=(n < size_n)[:, None] & (k < size_k)[None, :]
-    )
+    tl.store(out_pointers, total.to(out.dtype.element_ty), mask=(n < size_n)[:, None] & (k < size_k)[None, :])

@@ -31,9 +31,7 @@ class Fp8Products:
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         return quantize_weights(w_LNK, powers_of_two=self.powers_of_two, transposed=transposed)
 
-    def store(
-        self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool
-    ) -> tuple[Stored, Stored]:
+    def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
         row_copy, column_copy = quantize_activations(
             x_RK,
             layout,
@@ -227,6 +225,4 @@ def _weight_gradient_kernel(
         grad_scale_pointers += scales_n
         x_scale_pointers += scales_k
     out_pointers = out + expert.to(tl.int64) * size_n * size_k + n[:, None] * size_k + k[None, :]
-    tl.store(
-        out_pointers, total.to(out.dtype.element_ty), mask=(n < size_n)[:, None] & (k < size_k)[None, :]
-    )
+    tl.store(out_pointers, total.to(out.dtype.element_ty), mask=(n < size_n)[:, None] & (k < size_k)[None, :])

@@ -99,7 +99,9 @@ def _layout_kernel(
     tl.store(expert_of_tile + tile, tl.where(owner <= num_experts, owner, UNUSED), mask=is_tile)
     tl.store(first_row_of_tile + tile, tl.sum(tl.where(is_owner, row, 0), 1), mask=is_tile)
     tl.store(
-        end_row_of_tile + tile, tl.sum(tl.where(is_owner, end[None, :].broadcast_to(BLOCK, SEGMENTS), 0), 1), mask=is_tile
+        end_row_of_tile + tile,
+        tl.sum(tl.where(is_owner, end[None, :].broadcast_to(BLOCK, SEGMENTS), 0), 1),
+        mask=is_tile,
     )
 
 

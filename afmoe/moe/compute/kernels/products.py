@@ -29,9 +29,7 @@ class Products(Protocol):
 
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight: ...
 
-    def store(
-        self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool
-    ) -> tuple[Stored, Stored]:
+    def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
         """The operand of products that sum over K (rows), and of those that sum over an expert's rows
         (columns); empty where not asked for."""
         ...
