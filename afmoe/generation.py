@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from afmoe.errors import ConfigError
+from afmoe.attention.cache import KeyValueCache
+from afmoe.errors import ConfigError, MachineError
+from afmoe.hardware import has_cxx_compiler
 
 if TYPE_CHECKING:
     from afmoe.model import AfmoeForCausalLM
@@ -57,23 +60,54 @@ def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
     return logits_BV.masked_fill(is_outside_BV.scatter(-1, order_BV, is_outside_BV), float("-inf"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Caching:
+    """How keys and values of earlier tokens are kept."""
+
+    kind: str = "growing"
+    """`growing` holds what there is; `static` has room for all tokens from the first step on."""
+    compile: bool = False
+    """Compile the step of one new token, once for many steps and calls. Needs a static cache."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("growing", "static"):
+            raise ConfigError(f"cache must be growing or static, got {self.kind}")
+        if self.compile and self.kind != "static":
+            raise ConfigError(
+                "compile=True needs cache=static: with cache=growing every step has other shapes"
+            )
+
+
+def generate(model: AfmoeForCausalLM, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+    """Prompts [B, S], padded on the left where `attention_mask` is 0, followed by what the model adds to
+    them.
+
+    A row ends with its first stop token and is filled with the pad token from there. Ends when every row
+    has, or after `max_new_tokens`. `options`: those of `generate_tokens`.
+    """
+    new_ids = list(generate_tokens(model, input_ids, max_new_tokens, **options))
+    return torch.cat((input_ids, torch.stack(new_ids, dim=1)), dim=1)
+
+
 @torch.no_grad()
-def generate(
+def generate_tokens(
     model: AfmoeForCausalLM,
     input_ids: Tensor,
     max_new_tokens: int,
     *,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     sampling: Sampling,
-    eos_token_id: int | list[int] | None,
-    pad_token_id: int | None,
-) -> Tensor:
-    """Prompts [B, S], padded on the left where `attention_mask` is 0, followed by what the model adds to
-    them.
+    caching: Caching,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
+) -> Iterator[Tensor]:
+    """The new tokens one step after the other, [B] on the model's device, as `generate` returns them.
 
-    A row ends with its first stop token (`eos_token_id`, one or several; None: the config's) and is filled
-    with `pad_token_id` from there (None: the config's, else the first stop token). Ends when every row has,
-    or after `max_new_tokens`. Runs in eval mode and leaves the model in the mode it was in.
+    `eos_token_id`: one stop token or several, None: the config's. `pad_token_id` None: the config's, else the
+    first stop token. Runs in eval mode and leaves the model in the mode it was in.
+
+    The host waits for the device once a step where there are stop tokens, to know whether all rows have
+    ended, and never otherwise.
     """
     stop_ids = _stop_ids(model.config.eos_token_id if eos_token_id is None else eos_token_id)
     if pad_token_id is None:
@@ -82,22 +116,57 @@ def generate(
         pad_token_id = stop_ids[0]
     attention_mask = _check_prompts(input_ids, attention_mask, max_new_tokens)
     stops = torch.tensor(stop_ids, dtype=input_ids.dtype, device=input_ids.device)
-    cache = model.model.new_cache()
-    ids, step_ids = input_ids, input_ids
+    # the last new token is never fed back
+    num_fed = input_ids.shape[1] + max_new_tokens - 1
+    cache = model.model.new_cache(num_fed if caching.kind == "static" else None)
+    step = _step
+    if caching.compile:
+        _check_compilable(model)
+        step = _compiled_step()
     has_ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     with _eval_mode(model):
-        for _ in range(max_new_tokens):
-            output = model.model(step_ids, attention_mask=attention_mask, cache=cache)
-            new_ids = sampling.choose(model.lm_head(output.last_hidden_state[:, -1]))
-            if pad_token_id is not None:
+        logits_BV = _prefill(model, cache, input_ids, attention_mask)
+        for remaining in range(max_new_tokens - 1, -1, -1):
+            new_ids = sampling.choose(logits_BV)
+            if stop_ids and pad_token_id is not None:
                 new_ids = new_ids.masked_fill(has_ended, pad_token_id)
-            step_ids, attention_mask = new_ids[:, None], None
-            ids = torch.cat((ids, step_ids), dim=1)
+            yield new_ids
             if stop_ids:
                 has_ended = has_ended | torch.isin(new_ids, stops)
                 if bool(has_ended.all()):
-                    break
-    return ids
+                    return
+            if remaining:
+                logits_BV = step(model, cache, new_ids[:, None])
+
+
+def _prefill(
+    model: AfmoeForCausalLM, cache: KeyValueCache, input_ids: Tensor, attention_mask: Tensor | None
+) -> Tensor:
+    output = model.model(input_ids, attention_mask=attention_mask, cache=cache)
+    return model.lm_head(output.last_hidden_state[:, -1])
+
+
+def _step(model: AfmoeForCausalLM, cache: KeyValueCache, ids_B1: Tensor) -> Tensor:
+    """Logits [B, V] behind one more token a row."""
+    return model.lm_head(model.model(ids_B1, cache=cache).last_hidden_state[:, -1])
+
+
+@functools.cache
+def _compiled_step() -> Callable[[AfmoeForCausalLM, KeyValueCache, Tensor], Tensor]:
+    return torch.compile(_step, fullgraph=True)
+
+
+def _check_compilable(model: AfmoeForCausalLM) -> None:
+    if model.model.rotary.depends_on_length:
+        raise ConfigError(
+            f"compile=True cannot serve rope_type={model.model.rotary.rope_type}, whose frequencies depend "
+            "on the longest position; use compile=False"
+        )
+    if not model.lm_head.weight.is_cuda and not has_cxx_compiler():
+        raise MachineError(
+            "compile=True needs a C++ compiler and Python's headers on a CPU, which were not found; install "
+            "them, or use compile=False"
+        )
 
 
 def _stop_ids(eos_token_id: int | list[int] | None) -> list[int]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afmoe.attention.cache import KeyValueCache, LayerCache
+from afmoe.attention.cache import GrowingCache, KeyValueCache, LayerCache
 from afmoe.attention.layer import Attention
 from afmoe.attention.layout import SequenceLayout, sequence_layout
+from afmoe.attention.static_cache import SlotLayout, StaticCache
 from afmoe.config import SLIDING_ATTENTION, AfmoeConfig
 from afmoe.errors import ConfigError
-from afmoe.generation import Sampling, generate
+from afmoe.generation import Caching, Sampling, generate
 from afmoe.hardware import Hardware
 from afmoe.layers import FeedForward, RMSNorm, RotaryEmbedding
 from afmoe.losses import next_token_targets, token_cross_entropy
@@ -30,6 +31,9 @@ from afmoe.moe.experts import Experts
 from afmoe.outputs import CausalLMOutput, ModelOutput
 
 log = logging.getLogger(__name__)
+
+# static caches come in multiples of this, so that a step compiled for one length serves the lengths near it
+_CAPACITY_STEP = 128
 
 
 class DecoderLayer(nn.Module):
@@ -126,7 +130,10 @@ class AfmoeModel(nn.Module):
         )
         if cache is not None:
             layout = cache.extend(layout)
-        self._check_length(layout, has_positions=position_ids is not None)
+        # with explicit positions a long row may be a pack of short documents: to know would be to wait for
+        # the device; a static cache was checked when it was made
+        if position_ids is None and not isinstance(layout, SlotLayout):
+            self._check_length(layout.num_keys)
         if self.rotary.depends_on_length and position_ids is not None:
             self._check_packing(layout)
         if self.config.mup_enabled:
@@ -153,15 +160,11 @@ class AfmoeModel(nn.Module):
             raise ConfigError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
         return self.embed_tokens(input_ids)
 
-    def _check_length(self, layout: SequenceLayout, has_positions: bool) -> None:
+    def _check_length(self, length: int) -> None:
         """Say once that positions lie beyond those that the model was made for."""
-        # with explicit positions a long row may be a pack of short documents: to know would be to wait for
-        # the device
         limit = self.config.max_position_embeddings
-        if not has_positions and layout.num_keys > limit and not self._has_warned_of_length:
-            log.warning(
-                "a sequence of %d tokens goes beyond max_position_embeddings=%d", layout.num_keys, limit
-            )
+        if length > limit and not self._has_warned_of_length:
+            log.warning("a sequence of %d tokens goes beyond max_position_embeddings=%d", length, limit)
             self._has_warned_of_length = True
 
     def _check_packing(self, layout: SequenceLayout) -> None:
@@ -177,14 +180,24 @@ class AfmoeModel(nn.Module):
                 "pack shorter documents, or one a row"
             )
 
-    def new_cache(self) -> KeyValueCache:
-        """An empty cache for `forward`."""
-        return KeyValueCache(
-            [
-                self.config.sliding_window if kind == SLIDING_ATTENTION else None
-                for kind in self.config.layer_types or []
-            ]
-        )
+    def new_cache(self, max_tokens: int | None = None) -> KeyValueCache:
+        """An empty cache for `forward`: a static one for that many tokens a row, None: one that grows.
+
+        Raises `ConfigError` where the attention plugin cannot read a static one.
+        """
+        windows = [
+            self.config.sliding_window if kind == SLIDING_ATTENTION else None
+            for kind in self.config.layer_types or []
+        ]
+        if max_tokens is None:
+            return GrowingCache(windows)
+        if not self.attention.supports_static_cache:
+            raise ConfigError(
+                f"attention={self.attention.name} cannot read a static cache, whose keys lie in no order; "
+                "use cache=growing, or attention=sdpa"
+            )
+        self._check_length(max_tokens)
+        return StaticCache(windows, -(-max_tokens // _CAPACITY_STEP) * _CAPACITY_STEP)
 
     def init_weights(self) -> None:
         """Draw every weight anew: matrices from N(0, initializer_range), norms 1, biases 0.
@@ -289,14 +302,17 @@ class AfmoeForCausalLM(nn.Module):
         top_p: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        cache: str = "growing",
+        compile: bool = False,
     ) -> Tensor:
-        """Prompt and new tokens [B, S + new]; see `afmoe.generation.generate`."""
+        """Prompt and new tokens [B, S + new]; see `generate_tokens` and `Caching` in `afmoe.generation`."""
         return generate(
             self,
             input_ids,
             max_new_tokens,
             attention_mask=attention_mask,
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            caching=Caching(kind=cache, compile=compile),
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
         )

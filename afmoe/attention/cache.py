@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +20,22 @@ class LayerCache(Protocol):
         ...
 
 
-class KeyValueCache:
+class KeyValueCache(Protocol):
+    """What a forward continues."""
+
+    @property
+    def layers(self) -> Sequence[LayerCache]: ...
+
+    def extend(self, layout: SequenceLayout) -> SequenceLayout:
+        """The layout of the new tokens behind the cached ones, which they continue.
+
+        `layout` is that of the new tokens alone; after the first call it holds no padding and no document's
+        start.
+        """
+        ...
+
+
+class GrowingCache:
     """A cache that grows. Layers with a window keep `window - 1` tokens: all that the next one can see."""
 
     def __init__(self, windows: list[int | None]) -> None:
@@ -30,11 +46,6 @@ class KeyValueCache:
         self._next_position_B1: Tensor | None = None
 
     def extend(self, layout: SequenceLayout) -> SequenceLayout:
-        """The layout of the new tokens behind the cached ones, which they continue.
-
-        `layout` is that of the new tokens alone; after the first call it holds no padding and no document's
-        start.
-        """
         if self.num_tokens:
             layout = self._continued(layout)
         self.num_tokens = layout.num_keys

@@ -58,7 +58,9 @@ class SdpaAttention:
             return _attend(query_BSHC, key_BSGC, value_BSGC, prepared.full, prepared.is_causal, dropout)
         if not prepared.has_blocks:
             is_causal = prepared.is_causal and prepared.fits_window
-            return _attend(query_BSHC, key_BSGC, value_BSGC, prepared.sliding, is_causal, dropout)
+            return _attend(
+                query_BSHC, key_BSGC, value_BSGC, prepared.sliding, is_causal, dropout, self.window
+            )
         batch_size, length = query_BSHC.shape[:2]
         mixed = _attend(
             prepared.blocks(query_BSHC).flatten(0, 1),
@@ -67,6 +69,7 @@ class SdpaAttention:
             prepared.sliding,
             False,
             dropout,
+            self.window,
         )
         return mixed.unflatten(0, (batch_size, -1)).flatten(1, 2)[:, :length]
 
@@ -146,8 +149,10 @@ def _attend(
     mask: Tensor | None,
     is_causal: bool,
     dropout: float,
+    window: int | None = None,
 ) -> Tensor:
-    if key_BSGC.shape[1] <= _FEW_KEYS:
+    most_seen = key_BSGC.shape[1] if window is None else min(window, key_BSGC.shape[1])
+    if most_seen <= _FEW_KEYS:
         return attend(query_BSHC, key_BSGC, value_BSGC, mask, dropout)
     mixed_BHSC = F.scaled_dot_product_attention(
         query_BSHC.transpose(1, 2),

@@ -113,9 +113,9 @@ def test_the_sequences_of_a_batch_give_what_reference_gives(name: str, is_slidin
 def test_new_tokens_behind_a_cache_give_what_reference_gives(name: str, num_new: int, is_sliding: bool):
     if name == "nothing_but_padding":
         return
-    from afmoe.attention.cache import KeyValueCache
+    from afmoe.attention.cache import GrowingCache
 
-    cache = KeyValueCache([WINDOW])
+    cache = GrowingCache([WINDOW])
     cache.extend(sequence_layout((3, LENGTH), torch.device("cpu"), *LAYOUTS[name]))
     layout = cache.extend(sequence_layout((3, num_new), torch.device("cpu")))
     num_keys = layout.num_keys - layout.first_key(WINDOW if is_sliding else None)

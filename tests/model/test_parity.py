@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top_1_gelu": {"num_experts_per_tok": 1, "hidden_act": "gelu"},
     "yarn": {"rope_parameters": YARN},
     "pad_token": {"pad_token_id": 3},
+    # a sliding layer's queries and keys then have no gradient at all
+    "window_1": {"sliding_window": 1},
 }
 
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
