@@ -6,7 +6,6 @@ up to the rounding of fp32 products and sums.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from afmoe.moe.compute.rounding import (
     round_rows,
     round_weights,
 )
+from afmoe.moe.compute.weight_copies import WeightCopies
 from afmoe.moe.grouped_mm import Segments
 
 
@@ -202,41 +202,12 @@ def round_busy_experts(w_LNK: Tensor, segments: Segments, scales: str) -> Tensor
     return rounded_LNK
 
 
-class RoundedWeights:
-    """The rounded copies of an expert layer's weights in training: made once an optimizer step.
+class RoundedWeights(WeightCopies):
+    """The rounded copies of an expert layer's weights in training.
 
-    A copy is used again only for the same tensors at the same addresses with the same version counters, and
-    not after `drop()`. Version counters see every in-place change that autograd sees: optimizers,
-    `load_state_dict`, `copy_` under `no_grad`. They miss writes through `.data` or by a foreign kernel
-    (DeepSpeed): those need a call of `drop()`, which the trainer makes after every optimizer step.
-
-    Without gradients (validation, generation) no copy is kept or used, and only experts that have rows are
-    rounded: that is where weights are swapped through `.data` (averaged weights, for one), and one rounding
-    costs less than a forward over a batch.
+    Without gradients only experts that have rows are rounded: one rounding costs less than a forward over a
+    batch.
     """
 
-    def __init__(self) -> None:
-        self.drop()
-
-    def drop(self) -> None:
-        self._keys: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self._rounded: list[Tensor] = []
-
-    def __reduce__(self) -> Any:
-        # a copy or a pickle of a model belongs to other weights
-        return RoundedWeights, ()
-
     def get(self, weights: tuple[Tensor, ...], scales: str) -> list[Tensor]:
-        if not self._is_current(weights):
-            self.drop()
-            self._rounded = [round_weights(weight.detach(), scales) for weight in weights]
-            # tensors of inference mode have no version counter, so their copies are never used again
-            if not any(weight.is_inference() for weight in weights):
-                self._keys = [(weakref.ref(w), w.data_ptr(), w._version) for w in weights]
-        return self._rounded
-
-    def _is_current(self, weights: tuple[Tensor, ...]) -> bool:
-        return len(self._keys) == len(weights) and all(
-            reference() is weight and address == weight.data_ptr() and version == weight._version
-            for weight, (reference, address, version) in zip(weights, self._keys, strict=True)
-        )
+        return self.of(weights, lambda weights: [round_weights(w.detach(), scales) for w in weights])
