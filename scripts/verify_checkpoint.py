@@ -78,7 +78,7 @@ def show(certificate: Certificate, console: Console) -> None:
     table = Table(
         title=f"{certificate.directory} against transformers, fp32, relative errors",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
         show_edge=False,
     )
