@@ -11,13 +11,15 @@ from expert_cases import CPU
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.compute import check_compute
-from afmoe.registry import configure, find
+from afmoe.registry import build, configure, find
 
 SHAPE = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 1024, "activation": "silu"}
 
 
-def gpu(major: int, minor: int) -> Hardware:
-    return Hardware(device_type="cuda", name="GPU", capability=(major, minor), num_devices=8)
+def gpu(major: int, minor: int, has_triton: bool = True) -> Hardware:
+    return Hardware(
+        device_type="cuda", name="GPU", capability=(major, minor), num_devices=8, has_triton=has_triton
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,8 +37,22 @@ def gpu(major: int, minor: int) -> Hardware:
         ({"name": "fp8", "emulate": True}, CPU, None),
         ({"name": "fp8", "emulate": True}, gpu(9, 0), None),
         ({"name": "fp8", "emulate": False}, CPU, "this is a CPU; use moe.compute.emulate=auto"),
-        ("fp8", gpu(9, 0), "no kernels for a GPU yet; use moe/compute=bf16, or moe.compute.emulate=true"),
-        ({"name": "fp8", "emulate": False}, gpu(10, 0), "no kernels for a GPU yet; use moe/compute=bf16"),
+        ("fp8", gpu(8, 9), None),
+        ("fp8", gpu(9, 0), None),
+        ({"name": "fp8", "emulate": False}, gpu(10, 0), None),
+        ("fp8", gpu(8, 0), "needs a GPU of sm_89 or newer, this one is sm_80; use moe/compute=bf16"),
+        (
+            "fp8",
+            gpu(8, 6, has_triton=False),
+            "a GPU of sm_89 or newer, this one is sm_86, and the package triton, which is not installed",
+        ),
+        ({"name": "bf16", "kernels": "triton"}, gpu(8, 0), None),
+        (
+            {"name": "bf16", "kernels": "triton"},
+            CPU,
+            "needs a GPU, this is a CPU; use moe.compute.kernels=torch",
+        ),
+        ({"name": "bf16", "kernels": "triton"}, gpu(9, 0, has_triton=False), "needs the package triton"),
     ],
     ids=str,
 )
@@ -51,6 +67,23 @@ def test_a_plugin_runs_there_or_says_why_not_and_what_would(
     else:
         with pytest.raises(MachineError, match=reason):
             check_compute(plugin, config, hardware=hardware, **SHAPE)
+
+
+def test_bf16_refuses_kernels_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"moe.compute.kernels must be torch or triton, got cuda"):
+        configure("moe/compute", {"name": "bf16", "kernels": "cuda"})
+
+
+def built(choice: Any, hardware: Hardware) -> Any:
+    return build(configure("moe/compute", choice), hardware=hardware, **SHAPE)
+
+
+def test_a_plugin_for_kernels_says_so() -> None:
+    assert built("fp8", gpu(9, 0)).description == "fp8 (e4m3, Triton kernels)"
+    fp8_on_request = built({"name": "fp8", "emulate": True}, gpu(9, 0))
+    assert fp8_on_request.description == "fp8 (e4m3, emulated on cuda)"
+    bf16 = built({"name": "bf16", "kernels": "triton"}, gpu(9, 0))
+    assert bf16.description == "bf16 (operands cast to bf16, triton kernels)"
 
 
 @pytest.mark.parametrize(

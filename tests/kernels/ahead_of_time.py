@@ -8,11 +8,9 @@ compiled for exactly the argument types, alignments and options that a launch wo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,14 +20,10 @@ from typing import Any
 # it changes its default in triton 3.10, and both would warn
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from afmoe.moe.activations import activation_named
-from afmoe.moe.compute.kernels.autograd import gated_mlp_by_kernels
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"\b(HGMMA|QGMMA|HMMA|QMMA|UTCHMMA|UTCQMMA|LDL|STL|UTMALDG|LDGSTS)\b")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from afmoe.errors import MachineError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
+from afmoe.moe.compute.kernels import why_no_kernels
 from afmoe.moe.grouped_mm import product_dtype
 from afmoe.moe.quantization import SCALE_FORMATS
 from afmoe.registry import register
+
+if TYPE_CHECKING:
+    from afmoe.moe.compute.kernels.autograd import KernelExperts
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +27,8 @@ log = logging.getLogger(__name__)
 class Fp8Compute:
     """Numerics: `afmoe.moe.quantization`. Rows, weights and gradients are quantized in all three products.
 
-    Kernels for a GPU are not written yet: there is only the exact emulation, which a CPU uses by itself and a
-    GPU when asked to. On a GPU the emulation waits for the offsets once a call.
+    A GPU from sm_89 on runs Triton kernels. A CPU runs the exact emulation, and so does a GPU when asked to,
+    waiting for the offsets once a call.
     """
 
     @dataclass(kw_only=True)
@@ -56,12 +60,20 @@ class Fp8Compute:
         activation: str,
         hardware: Hardware | None = None,
     ) -> None:
-        device_type = (hardware or detect_hardware()).device_type
+        hardware = hardware or detect_hardware()
         self.emulation = Emulation(activation_named(activation), config.scales, config.wgrad)
-        self.emulates_on_gpu = config.emulate == "true"
+        self.emulates = config.emulate == "true" or not hardware.is_cuda
         self.rounded_weights = RoundedWeights()
-        self.description = f"fp8 (e4m3, emulated on {device_type})"
-        _say_once(f"moe/compute=fp8 runs as exact emulation on {device_type}: fp8's numbers, not its speed")
+        if self.emulates:
+            where = hardware.device_type
+            self.description = f"fp8 (e4m3, emulated on {where})"
+            _say_once(f"moe/compute=fp8 runs as exact emulation on {where}: fp8's numbers, not its speed")
+        else:
+            self.description = "fp8 (e4m3, Triton kernels)"
+            _say_once(
+                "moe/compute=fp8 runs Triton kernels that were not timed on a GPU yet: with many small "
+                "experts they may be slower than moe/compute=native; scripts/check_gpu.py measures both"
+            )
 
     @classmethod
     def why_not(
@@ -76,30 +88,38 @@ class Fp8Compute:
     ) -> str | None:
         if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
             return None
+        choice, instead = (
+            "moe/compute=fp8",
+            "use moe/compute=bf16, or moe.compute.emulate=true, which is slower",
+        )
         if not hardware.is_cuda:
-            return (
-                "moe/compute=fp8 with moe.compute.emulate=false needs a GPU, this is a CPU; "
-                "use moe.compute.emulate=auto for the exact emulation"
-            )
-        return _NO_KERNELS
+            choice += " with moe.compute.emulate=false"
+            instead = "use moe.compute.emulate=auto for the exact emulation"
+        return why_no_kernels(choice, hardware, (8, 9), instead)
 
     def __call__(
         self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
     ) -> Tensor:
-        if x_RD.is_cuda and not self.emulates_on_gpu:
-            raise MachineError(_NO_KERNELS)
         x_RD = x_RD.to(product_dtype(x_RD))
         weights = (gate_LFD, up_LFD, down_LDF)
+        if not self.emulates:
+            return self.kernels(x_RD, offsets_L, *weights)
         return emulated_gated_mlp(x_RD, offsets_L, weights, self.rounded_weights, self.emulation)
 
+    @cached_property
+    def kernels(self) -> KernelExperts:
+        # needs triton, which only a machine with a GPU has to have
+        from afmoe.moe.compute.kernels.autograd import KernelExperts
+        from afmoe.moe.compute.kernels.fp8 import Fp8Products
+
+        products = Fp8Products(self.emulation.scales, self.emulation.wgrad)
+        return KernelExperts(products, self.emulation.activation)
+
     def on_weights_updated(self) -> None:
-        self.rounded_weights.drop()
-
-
-_NO_KERNELS = (
-    "moe/compute=fp8 has no kernels for a GPU yet; use moe/compute=bf16, "
-    "or moe.compute.emulate=true for the exact emulation (slower than bf16)"
-)
+        if self.emulates:
+            self.rounded_weights.drop()
+        else:
+            self.kernels.on_weights_updated()
 
 
 @cache

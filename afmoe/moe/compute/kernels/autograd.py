@@ -15,37 +15,39 @@ from torch.autograd.function import once_differentiable
 from afmoe.moe.activations import Activation
 from afmoe.moe.compute.kernels.layout import TileLayout
 from afmoe.moe.compute.kernels.products import Products, Stored, Weight
+from afmoe.moe.compute.weight_copies import WeightCopies
 
 
-def gated_mlp_by_kernels(
-    x_RD: Tensor,
-    offsets_L: Tensor,
-    gate_LFD: Tensor,
-    up_LFD: Tensor,
-    down_LDF: Tensor,
-    activation: Activation,
-    products: Products,
-    stored_weights: tuple[Weight, Weight, Weight] | None = None,
-) -> Tensor:
-    """(activation(x @ gate.T) * (x @ up.T)) @ down.T per expert. Contract: `afmoe.moe.compute`.
+class KernelExperts:
+    """The experts of one layer on the kernels of one format; weights are stored once an optimizer step."""
 
-    Gate and up product, hidden rows and y have the dtype of x; gradients that of what they belong to.
-    `stored_weights`: what `store_weights` made of the three weights; None makes them here.
-    """
-    weights = (gate_LFD, up_LFD, down_LDF)
-    if stored_weights is None:
-        stored_weights = store_weights(weights, products)
-    return _GatedMlp.apply(x_RD, *weights, offsets_L, activation, products, stored_weights)
+    def __init__(self, products: Products, activation: Activation) -> None:
+        self.products = products
+        self.activation = activation
+        self.weight_copies = WeightCopies()
 
+    def __call__(
+        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+    ) -> Tensor:
+        """(activation(x @ gate.T) * (x @ up.T)) @ down.T per expert. Contract: `afmoe.moe.compute`.
 
-def store_weights(
-    weights: tuple[Tensor, Tensor, Tensor], products: Products
-) -> tuple[Weight, Weight, Weight]:
-    """The weights in the products' format; the copy for backward only while gradients are recorded."""
-    transposed = torch.is_grad_enabled()
-    with torch.no_grad():
-        gate, up, down = (products.store_weight(weight, transposed=transposed) for weight in weights)
-    return gate, up, down
+        Gate and up product, hidden rows and y have the dtype of x; gradients that of what they belong to.
+        """
+        weights = (gate_LFD, up_LFD, down_LDF)
+        if torch.is_grad_enabled():
+            stored = self.weight_copies.of(weights, self._store_for_training)
+        else:
+            stored = self._store(weights, transposed=False)
+        return _GatedMlp.apply(x_RD, *weights, offsets_L, self.activation, self.products, stored)
+
+    def on_weights_updated(self) -> None:
+        self.weight_copies.drop()
+
+    def _store_for_training(self, weights: tuple[Tensor, ...]) -> list[Weight]:
+        return self._store(weights, transposed=True)
+
+    def _store(self, weights: tuple[Tensor, ...], *, transposed: bool) -> list[Weight]:
+        return [self.products.store_weight(weight.detach(), transposed=transposed) for weight in weights]
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -59,7 +61,7 @@ class _GatedMlp(torch.autograd.Function):
         offsets_L: Tensor,
         activation: Activation,
         products: Products,
-        weights: tuple[Weight, Weight, Weight],
+        weights: list[Weight],
     ) -> Tensor:
         gate, up, down = weights
         layout = TileLayout.of(offsets_L, x_RD.shape[0])

@@ -1,7 +1,10 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """Grouped products of fp8 operands: e4m3 codes with scales of 1 x 128, 128 x 1 and 128 x 128 blocks.
 
-The sum over 128 codes is the tensor core's; it is scaled and added up in fp32 registers. That is the contract's
-arithmetic, and it bounds what Hopper's narrower accumulator loses (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+The sum over 128 codes is the tensor core's; it is scaled and added up in fp32 registers. That is the
+contract's arithmetic, and it bounds what Hopper's narrower accumulator loses (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2).
 """
 
 from __future__ import annotations
@@ -180,7 +183,7 @@ def _add_product(
     x_pointers = x + rows.to(tl.int64)[:, None] * padded_k + k[None, :]
     w_pointers = w + n[None, :] * padded_k + k[:, None]
     x_scale_pointers = x_scales + rows
-    for step in range(0, num_steps):
+    for step in range(num_steps):
         scale = tl.load(x_scale_pointers) * tl.load(w_scales + step)
         total += tl.dot(tl.load(x_pointers), tl.load(w_pointers)) * scale[:, None]
         x_pointers += BLOCK

@@ -1,7 +1,9 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """fp8 operands: one read of the values writes every copy that the products need.
 
-Copies are padded with codes of zero: up to whole blocks of 128 along N and K, and to whole tiles of 128 rows per
-expert in the copies for weight gradients. So the products need no masks where they read.
+Copies are padded with codes of zero: up to whole blocks of 128 along N and K, and to whole tiles of 128 rows
+per expert in the copies for weight gradients. So the products need no masks where they read.
 """
 
 from __future__ import annotations

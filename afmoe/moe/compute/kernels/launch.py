@@ -1,8 +1,11 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """How a product is launched: warps, and as many stages of asynchronous copies as the shared memory holds."""
 
 from __future__ import annotations
 
 import triton
+from triton import knobs
 from triton.runtime import driver
 
 from afmoe.moe.compute.kernels.layout import TILE_ROWS
@@ -34,11 +37,12 @@ def quantizer_options() -> dict[str, int]:
 
 
 def shared_memory_kib() -> int:
-    """What one program may use on the current GPU (CUDA C++ Programming Guide, table of compute capabilities)."""
-    if triton.knobs.runtime.interpret:
+    """What one program may use on the current GPU (CUDA C++ Programming Guide, compute capabilities)."""
+    if knobs.runtime.interpret:
         return _SHARED_MEMORY_KIB_ELSEWHERE
-    architecture = driver.active.get_current_target().arch
-    return _SHARED_MEMORY_KIB.get(architecture, _SHARED_MEMORY_KIB_ELSEWHERE)
+    target = driver.active.get_current_target()
+    assert target is not None
+    return _SHARED_MEMORY_KIB.get(target.arch, _SHARED_MEMORY_KIB_ELSEWHERE)
 
 
 def product_grid(num_tiles: int, num_columns: int) -> tuple[int]:
@@ -46,7 +50,7 @@ def product_grid(num_tiles: int, num_columns: int) -> tuple[int]:
 
 
 def padded(size: int) -> int:
-    """The size up to whole blocks: quantized operands are stored so, with codes of zero behind the last value."""
+    """`size` up to whole blocks: quantized operands are stored so, with codes of zero behind the values."""
     return triton.cdiv(size, BLOCK) * BLOCK
 
 

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """Which rows belong to which tile: made on the device from the offsets, once a layer and pass.
 
 A tile is 128 rows of one expert, the last one of an expert partly empty. Behind the experts come the tiles of

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """Grouped products of mxfp8 operands: the tensor core applies the e8m0 scales of blocks of 32.
 
 Native from sm_100 on. Older GPUs would get bf16 products of restored operands: the numbers without the speed.
@@ -198,7 +200,7 @@ def _add_product(
     b_pointers = b + b_rows[None, :] * row_size + code[:, None]
     a_scale_pointers = a_exponents + a_rows[:, None] * exponents_row_size + scale[None, :]
     b_scale_pointers = b_exponents + b_rows[:, None] * exponents_row_size + scale[None, :]
-    for _ in range(0, num_steps):
+    for _ in range(num_steps):
         total = tl.dot_scaled(
             tl.load(a_pointers),
             tl.load(a_scale_pointers),

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """mxfp8 operands: e4m3 codes in blocks of 32 with e8m0 scales; one read of the values writes every copy.
 
 Padded as fp8's copies are (`fp8_quantize`). Scales lie beside their codes, 4 bytes for 128 codes.

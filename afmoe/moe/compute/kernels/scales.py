@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# (triton is an optional package; what @triton.jit makes of a function is not what the checker sees)
 """Scales and codes inside kernels: bit for bit those of `afmoe.moe.quantization`."""
 
 from __future__ import annotations
