@@ -23,17 +23,19 @@ _NUM_WARPS = 8
 # fit on a multiprocessor, with twice the warps
 _QUANTIZER_WARPS = 16
 _MOST_STAGES = 4
+# `enable_fp_fusion` is said at each launch, because its default changes in triton 3.10: scaling and adding a
+# partial sum is one instruction with it, and no quantizer multiplies and adds
 
 
 def product_options(num_bytes_per_stage: int) -> dict[str, int]:
     """Launch options of a product whose operands take `num_bytes_per_stage` for each step of its loop."""
     num_stages = min(_MOST_STAGES, shared_memory_kib() * 1024 // num_bytes_per_stage)
-    return {"num_warps": _NUM_WARPS, "num_stages": num_stages}
+    return {"num_warps": _NUM_WARPS, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
 def quantizer_options() -> dict[str, int]:
     """Launch options of a kernel that holds one 128 x 128 tile in registers."""
-    return {"num_warps": _QUANTIZER_WARPS}
+    return {"num_warps": _QUANTIZER_WARPS, "enable_fp_fusion": True}
 
 
 def shared_memory_kib() -> int:

@@ -56,6 +56,7 @@ class TileLayout:
             TILE=TILE_ROWS,
             SEGMENTS=triton.next_power_of_2(num_experts + 1),
             BLOCK=_TILES_PER_PROGRAM,
+            enable_fp_fusion=True,
         )
         return cls(offsets_L, expert, first_row, end_row, first_tile, num_rows)
 
