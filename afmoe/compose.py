@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
                 remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
 
         def program() -> Any:
+            # Before torch loads OpenMP, which reads it then: threads that spin while they wait take the cores
+            # from whatever else runs (experiment=smoke, 2 cores at load 5: 128 s spinning, 20 s passive).
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             with one_line_errors(config_name):
                 run = hydra.main(version_base="1.3", config_path=str(CONF_DIRECTORY), config_name=config_name)
                 return run(task)()
