@@ -28,6 +28,11 @@ class Activation:
     backward: Callable[[Tensor, Tensor], Tensor]
     """(gradient of the output, input) -> gradient of the input."""
 
+    @property
+    def has_derivative(self) -> bool:
+        """Whether `backward` is a function of its own, and not autograd's."""
+        return self.name in _ACTIVATIONS
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.forward(x)
 
