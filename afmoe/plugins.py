@@ -28,6 +28,7 @@ PLUGINS: dict[str, dict[str, str]] = {
         "native": "afmoe.moe.compute.native",
         "bf16": "afmoe.moe.compute.bf16",
         "fp8": "afmoe.moe.compute.fp8",
+        "mxfp8": "afmoe.moe.compute.mxfp8",
     },
     "moe/dispatch": {
         "local": "afmoe.moe.dispatch.local",

@@ -13,9 +13,9 @@ smaller where 128 does not divide the size:
     weights  128 x 128: one copy serves y = x w.T and dx = dy w
     columns  128 x 1 down the rows of one expert, starting again at each: both operands of dw = dy.T x
 
-mxfp8 is the same code with the block format of the OCP Microscaling Formats specification (MX) v1.0: blocks of
-32, scales always powers of two that are rounded up as with `ue8m0` (arXiv 2506.08027, section 3.1, on why up),
-and a weight has two copies:
+mxfp8 is the same code with the block format of the OCP Microscaling Formats specification (MX) v1.0: blocks
+of 32, scales always powers of two, rounded up as with `ue8m0` (arXiv 2506.08027 on why up), and two copies of
+a weight:
 
     rows     1 x 32 along the contracted dimension, activations and gradients
     weights  1 x 32 along K for y = x w.T; 32 x 1 along N for dx = dy w

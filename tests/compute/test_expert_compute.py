@@ -16,7 +16,7 @@ from afmoe.moe.grouped_mm import gated_mlp_by_grouped_mm
 # fp64 5.7e-16, fp32 4.6e-7, bf16 7.0e-3 (inputs rounded to bf16 as well)
 FP64, FP32, BF16 = 2e-15, 1.4e-6, 2.1e-2
 # three products in a row, each with 3.7e-2 of rounding error; measured 3.9e-2 to 1.3e-1. What this catches is
-# a path that is wrong or not quantized at all; tests/compute/test_fp8.py holds the numbers to the contract
+# a path that is wrong or not quantized at all; test_quantized.py holds the numbers to the contract
 FP8 = 2e-1
 
 PLUGINS = [
@@ -30,6 +30,8 @@ PLUGINS = [
     ("bf16", torch.bfloat16, BF16),
     ("fp8", torch.float32, FP8),
     ("fp8", torch.bfloat16, FP8),
+    ("mxfp8", torch.float32, FP8),
+    ("mxfp8", torch.bfloat16, FP8),
 ]
 each_plugin = pytest.mark.parametrize(("name", "dtype", "tolerance"), PLUGINS)
 
@@ -112,19 +114,19 @@ def test_the_gradient_of_one_operand_alone_equals_the_one_among_all(
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["reference", "native", "grouped_mm", "fp8"])
+@pytest.mark.parametrize("name", ["reference", "native", "grouped_mm", "fp8", "mxfp8"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "mish"])
 def test_every_activation_reaches_outputs_and_gradients(name: str, activation: str) -> None:
     case = make_case((40, 0, 24))
     expected = outputs_and_gradients(build_compute("reference", case, activation), case.to(torch.float64))
     actual = outputs_and_gradients(compute_named(name, case, activation), case)
-    tolerance = FP8 if name == "fp8" else FP32
+    tolerance = FP8 if name in ("fp8", "mxfp8") else FP32
     assert max(deviation(actual[key], expected[key]) for key in actual) <= tolerance
     other = outputs_and_gradients(build_compute("reference", case, "sigmoid"), case.to(torch.float64))
     assert min(deviation(other[key], expected[key]) for key in actual) > 0.3
 
 
-@pytest.mark.parametrize("name", ["reference", "native", "grouped_mm", "bf16", "fp8"])
+@pytest.mark.parametrize("name", ["reference", "native", "grouped_mm", "bf16", "fp8", "mxfp8"])
 def test_under_autocast_the_result_has_the_autocast_dtype_and_gradients_keep_theirs(name: str) -> None:
     case = make_case((40, 0, 24), num_padding_rows=2)
     expected = outputs_and_gradients(build_compute("reference", case), case.to(torch.float64))
@@ -134,7 +136,7 @@ def test_under_autocast_the_result_has_the_autocast_dtype_and_gradients_keep_the
     assert actual.pop("y_RD").dtype == torch.bfloat16
     for key, value in actual.items():
         assert value.dtype == torch.float32, key
-        assert deviation(value, expected[key]) <= (FP8 if name == "fp8" else BF16), key
+        assert deviation(value, expected[key]) <= (FP8 if name in ("fp8", "mxfp8") else BF16), key
 
 
 def test_the_reference_passes_gradcheck_in_fp64() -> None:

@@ -46,6 +46,11 @@ def gpu(major: int, minor: int, has_triton: bool = True) -> Hardware:
             gpu(8, 6, has_triton=False),
             "a GPU of sm_89 or newer, this one is sm_86, and the package triton, which is not installed",
         ),
+        ("mxfp8", CPU, None),
+        ({"name": "mxfp8", "emulate": True}, gpu(9, 0), None),
+        ({"name": "mxfp8", "emulate": False}, CPU, "this is a CPU; use moe.compute.emulate=auto"),
+        ("mxfp8", gpu(10, 0), None),
+        ("mxfp8", gpu(9, 0), "needs a GPU of sm_100 or newer, this one is sm_90; use moe/compute=bf16, or"),
         ({"name": "bf16", "kernels": "triton"}, gpu(8, 0), None),
         (
             {"name": "bf16", "kernels": "triton"},
@@ -87,16 +92,20 @@ def test_a_plugin_for_kernels_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("name", "option", "value", "message"),
     [
-        ("scales", "fp16", r"moe.compute.scales must be one of fp32, ue8m0, got fp16"),
-        ("wgrad", "fp32", r"moe.compute.wgrad must be one of fp8, bf16, got fp32"),
-        ("emulate", "maybe", r"moe.compute.emulate must be one of auto, true, false, got maybe"),
+        ("fp8", "scales", "fp16", r"moe.compute.scales must be one of fp32, ue8m0, got fp16"),
+        ("fp8", "wgrad", "mxfp8", r"moe.compute.wgrad must be one of fp8, bf16, got mxfp8"),
+        ("fp8", "emulate", "maybe", r"moe.compute.emulate must be one of auto, true, false, got maybe"),
+        ("mxfp8", "wgrad", "fp8", r"moe.compute.wgrad must be one of mxfp8, bf16, got fp8"),
+        ("mxfp8", "scales", "ue8m0", r"moe/compute=mxfp8 has no option `scales`; it has: "),
     ],
 )
-def test_fp8_refuses_values_that_it_does_not_know(option: str, value: str, message: str) -> None:
+def test_quantized_plugins_refuse_values_that_they_do_not_know(
+    name: str, option: str, value: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        configure("moe/compute", {"name": "fp8", option: value})
+        configure("moe/compute", {"name": name, option: value})
 
 
 def test_detected_hardware_describes_this_machine() -> None:

@@ -6,20 +6,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from afmoe.moe.compute.rounding import ColumnBlocks, round_columns, round_rows, round_weights
+from afmoe.moe.compute.rounding import (
+    ColumnBlocks,
+    round_columns,
+    round_mx_weights,
+    round_rows,
+    round_weights,
+)
 from afmoe.moe.grouped_mm import Segments
 from afmoe.moe.quantization import (
+    BLOCK_SIZE,
     E4M3_MAX,
+    MX_BLOCK_SIZE,
     SCALE_FORMATS,
     dequantize_columns,
+    dequantize_mx_weights,
     dequantize_rows,
     dequantize_weights,
     quantize_columns,
+    quantize_mx_weights,
     quantize_rows,
     quantize_weights,
     round_up_to_power_of_two,
 )
 
+each_block_format = pytest.mark.parametrize(
+    ("scales", "block_size"), [("fp32", BLOCK_SIZE), ("ue8m0", BLOCK_SIZE), ("ue8m0", MX_BLOCK_SIZE)]
+)
 each_scale_format = pytest.mark.parametrize("scales", SCALE_FORMATS)
 
 
@@ -39,11 +52,14 @@ def spread(*shape: int) -> Tensor:
     return x
 
 
-@each_scale_format
+@each_block_format
 @pytest.mark.parametrize("shape", [(0, 64), (5, 8), (130, 64), (40, 128), (9, 200), (3000, 256)], ids=str)
-def test_emulated_rows_equal_the_contract_bit_for_bit(shape: tuple[int, int], scales: str) -> None:
+def test_emulated_rows_equal_the_contract_bit_for_bit(
+    shape: tuple[int, int], scales: str, block_size: int
+) -> None:
     x_RK = spread(*shape)
-    assert torch.equal(round_rows(x_RK, scales), dequantize_rows(*quantize_rows(x_RK, scales)))
+    expected = dequantize_rows(*quantize_rows(x_RK, scales, block_size), block_size)
+    assert torch.equal(round_rows(x_RK, scales, block_size), expected)
 
 
 @each_scale_format
@@ -54,15 +70,27 @@ def test_emulated_weights_equal_the_contract_bit_for_bit(shape: tuple[int, int, 
     assert torch.equal(round_weights(w_LNK, scales), expected)
 
 
-@each_scale_format
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 16, 8), (2, 130, 64), (2, 128, 256), (5, 200, 300)], ids=str)
+def test_emulated_mx_weights_equal_the_contract_bit_for_bit(shape: tuple[int, int, int], dim: int) -> None:
+    w_LNK = spread(*shape)
+    codes, scale = quantize_mx_weights(w_LNK, dim)
+    blocks = list(shape)
+    blocks[dim] = -(-shape[dim] // MX_BLOCK_SIZE)
+    assert list(scale.shape) == blocks
+    assert torch.equal(round_mx_weights(w_LNK, dim), dequantize_mx_weights(codes, scale, dim))
+
+
+@each_block_format
 @pytest.mark.parametrize("size", [8, 64, 130])
-def test_emulated_columns_equal_the_contract_bit_for_bit(size: int, scales: str) -> None:
+def test_emulated_columns_equal_the_contract_bit_for_bit(size: int, scales: str, block_size: int) -> None:
     offsets_L = torch.tensor([0, 127, 128, 128, 257, 385, 1700], dtype=torch.int32)
     x_RK = spread(1710, size)
-    blocks = ColumnBlocks.of(Segments.of(offsets_L).busy, x_RK.device)
+    blocks = ColumnBlocks.of(Segments.of(offsets_L).busy, x_RK.device, block_size)
     slots = round_columns(x_RK, blocks, scales)
     actual = torch.cat([slots[start:end] for _, start, end in blocks.slots])
-    expected = dequantize_columns(*quantize_columns(x_RK, offsets_L, scales), offsets_L)
+    codes, scale = quantize_columns(x_RK, offsets_L, scales, block_size)
+    expected = dequantize_columns(codes, scale, offsets_L, block_size)
     assert expected.shape == (1700, size)
     assert torch.equal(actual, expected)
 
@@ -79,6 +107,17 @@ def test_codes_and_scales_are_those_of_a_block_worked_out_by_hand() -> None:
     codes_RK, scale_RB = quantize_rows(x_RK, "ue8m0")
     assert scale_RB.tolist() == [[1.0, 2.0**-6]]
     assert codes_RK[0, 128:].float().tolist() == [288.0, -144.0]
+
+
+def test_mx_codes_and_scales_are_those_of_blocks_worked_out_by_hand() -> None:
+    x_RK = torch.zeros(1, 40)
+    # a largest value of 449 needs the scale 2: 17 becomes 8.5, between 8 and 9, and ties go to the even one
+    x_RK[0, :2] = torch.tensor([449.0, 17.0])
+    x_RK[0, 32:34] = torch.tensor([448.0, 17.0])
+    codes_RK, scale_RB = quantize_rows(x_RK, "ue8m0", MX_BLOCK_SIZE)
+    assert scale_RB.tolist() == [[2.0, 1.0]]
+    assert codes_RK[0, :2].float().tolist() == [224.0, 8.0]
+    assert codes_RK[0, 32:34].float().tolist() == [448.0, 16.0]
 
 
 def test_scales_round_up_to_powers_of_two() -> None:
@@ -108,10 +147,11 @@ def test_a_broken_block_stays_visible(scales: str) -> None:
             assert rounded[1].isfinite().all()
 
 
-@each_scale_format
-def test_one_product_has_the_rounding_error_of_e4m3(scales: str) -> None:
+@each_block_format
+def test_one_product_has_the_rounding_error_of_e4m3(scales: str, block_size: int) -> None:
     x_RK, w_NK = torch.randn(256, 256), torch.randn(1, 128, 256)
     exact = x_RK.double() @ w_NK[0].double().t()
-    rounded = round_rows(x_RK, scales).double() @ round_weights(w_NK, scales)[0].double().t()
+    w_rounded = round_weights(w_NK, scales) if block_size == BLOCK_SIZE else round_mx_weights(w_NK, 2)
+    rounded = round_rows(x_RK, scales, block_size).double() @ w_rounded[0].double().t()
     # about 2.6e-2 an operand on Gaussian data: 3.7e-2 together
     assert 1e-2 <= ((rounded - exact).norm() / exact.norm()).item() <= 5e-2

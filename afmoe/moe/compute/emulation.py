@@ -1,7 +1,7 @@
-"""Exact emulation of the fp8 experts: what fp8 kernels would compute, in fp32, on any device.
+"""Exact emulation of quantized experts: what kernels for fp8 or mxfp8 would compute, in fp32, on any device.
 
-Products of fp32 operands that are rounded to what fp8 can hold keep the contract of `afmoe.moe.quantization`,
-up to the rounding of fp32 products and sums.
+Products of fp32 operands that are rounded to what the format can hold keep the contract of
+`afmoe.moe.quantization`, up to the rounding of fp32 products and sums.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from afmoe.moe.activations import Activation
-from afmoe.moe.compute.rounding import (
-    CHUNK_ELEMENTS,
-    ColumnBlocks,
-    round_columns,
-    round_rows,
-    round_weights,
-)
+from afmoe.moe.compute.rounding import CHUNK_ELEMENTS, ColumnBlocks, Rounding, round_columns, round_rows
 from afmoe.moe.compute.weight_copies import WeightCopies
 from afmoe.moe.grouped_mm import Segments
 
@@ -32,10 +26,12 @@ class Emulation:
     """What is rounded, and how."""
 
     activation: Activation
-    scales: str
-    """`fp32` or `ue8m0`."""
-    wgrad: str
-    """Operands of the weight gradients: `fp8` in column blocks, or `bf16`."""
+    rounding: Rounding
+    wgrad_in_bf16: bool
+    """Operands of the weight gradients: bf16, or in column blocks of the format."""
+
+    def rows(self, x_RK: Tensor) -> Tensor:
+        return round_rows(x_RK, self.rounding.scales, self.rounding.block_size)
 
 
 def emulated_gated_mlp(
@@ -51,9 +47,9 @@ def emulated_gated_mlp(
     """
     segments = Segments.of(offsets_L)
     if torch.is_grad_enabled():
-        rounded = rounded_weights.get(weights, emulation.scales)
+        rounded = rounded_weights.get(weights, emulation.rounding)
     else:
-        rounded = [round_busy_experts(weight, segments, emulation.scales) for weight in weights]
+        rounded = [round_busy_experts(weight, segments, emulation.rounding) for weight in weights]
     return _EmulatedMlp.apply(x_RD, *weights, rounded, segments, emulation)
 
 
@@ -67,23 +63,24 @@ class _EmulatedMlp(torch.autograd.Function):
         gate_LFD: Tensor,
         up_LFD: Tensor,
         down_LDF: Tensor,
-        rounded: list[Tensor],
+        rounded: list[tuple[Tensor, Tensor]],
         segments: Segments,
         emulation: Emulation,
     ) -> Tensor:
-        scales, activation = emulation.scales, emulation.activation
-        gate, up, down = (weight.transpose(1, 2) for weight in rounded)
+        activation = emulation.activation
+        gate, up, down = (weight.transpose(1, 2) for weight, _ in rounded)
         gated_RF = x_RD.new_empty(segments.end, gate_LFD.shape[1])
         raised_RF = torch.empty_like(gated_RF)
         y_RD = _empty_rows(x_RD, segments)
         with torch.autocast(x_RD.device.type, enabled=False):
-            for rows, experts in _expert_groups(segments, rounded[0]):
-                x, gated, raised = round_rows(x_RD[rows], scales), gated_RF[rows], raised_RF[rows]
+            for rows, experts in _expert_groups(segments, gate_LFD):
+                x, gated, raised = emulation.rows(x_RD[rows]), gated_RF[rows], raised_RF[rows]
                 _multiply(x, gate, experts, out=gated)
                 _multiply(x, up, experts, out=raised)
-                _multiply(round_rows(activation(gated) * raised, scales), down, experts, out=y_RD[rows])
+                _multiply(emulation.rows(activation(gated) * raised), down, experts, out=y_RD[rows])
         ctx.save_for_backward(x_RD, gated_RF, raised_RF)
-        ctx.rounded, ctx.segments, ctx.emulation = rounded, segments, emulation
+        ctx.weights = [weight for _, weight in rounded]
+        ctx.segments, ctx.emulation = segments, emulation
         ctx.weights_dtype = gate_LFD.dtype
         return y_RD
 
@@ -91,14 +88,14 @@ class _EmulatedMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_RD, gated_RF, raised_RF = ctx.saved_tensors
-        gate, up, down = ctx.rounded
+        gate, up, down = ctx.weights
         emulation: Emulation = ctx.emulation
-        scales, activation = emulation.scales, emulation.activation
+        activation = emulation.activation
         needs_x, *needs_weights = ctx.needs_input_grad[:4]
         grad_x_RD = _empty_rows(x_RD, ctx.segments) if needs_x else None
         grad_weights = [
             _empty_gradient(weight, ctx.segments) if needed else None
-            for weight, needed in zip(ctx.rounded, needs_weights, strict=True)
+            for weight, needed in zip(ctx.weights, needs_weights, strict=True)
         ]
         with torch.autocast(x_RD.device.type, enabled=False):
             for rows, experts in _expert_groups(ctx.segments, gate):
@@ -106,15 +103,15 @@ class _EmulatedMlp(torch.autograd.Function):
                 activated = activation(gated)
                 hidden = activated * raised
                 grad_hidden = torch.empty_like(gated)
-                _multiply(round_rows(grad_y, scales), down, experts, out=grad_hidden)
+                _multiply(emulation.rows(grad_y), down, experts, out=grad_hidden)
                 grad_raised = activated.mul_(grad_hidden)
                 grad_gated = activation.backward(grad_hidden.mul_(raised), gated)
                 operands = ((grad_gated, x), (grad_raised, x), (grad_y, hidden))
                 _weight_gradients(operands, experts, emulation, out=grad_weights)
                 if grad_x_RD is not None:
                     grad_x = torch.empty_like(x, dtype=torch.float32)
-                    _multiply(round_rows(grad_gated, scales), gate, experts, out=grad_x)
-                    _multiply(round_rows(grad_raised, scales), up, experts, out=grad_x, accumulate=True)
+                    _multiply(emulation.rows(grad_gated), gate, experts, out=grad_x)
+                    _multiply(emulation.rows(grad_raised), up, experts, out=grad_x, accumulate=True)
                     grad_x_RD[rows] = grad_x
         grads = (grad if grad is None else grad.to(ctx.weights_dtype) for grad in grad_weights)
         return grad_x_RD, *grads, None, None, None
@@ -156,11 +153,12 @@ def _weight_gradients(
     out: list[Tensor | None],
 ) -> None:
     """out = grad.T @ x per expert, for each pair (grad, x) whose `out` is not None, on rounded operands."""
-    if emulation.wgrad == "fp8":
-        blocks = ColumnBlocks.of(experts, operands[0][0].device)
-        slots, round_operand = blocks.slots, partial(round_columns, blocks=blocks, scales=emulation.scales)
-    else:
+    if emulation.wgrad_in_bf16:
         slots, round_operand = experts, _round_to_bf16
+    else:
+        rounding = emulation.rounding
+        blocks = ColumnBlocks.of(experts, operands[0][0].device, rounding.block_size)
+        slots, round_operand = blocks.slots, partial(round_columns, blocks=blocks, scales=rounding.scales)
     last_x, x_rounded = None, None
     for (grad, x), out_LNK in zip(operands, out, strict=True):
         if out_LNK is None:
@@ -192,14 +190,14 @@ def _empty_gradient(weight_LNK: Tensor, segments: Segments) -> Tensor:
     return grad_LNK
 
 
-def round_busy_experts(w_LNK: Tensor, segments: Segments, scales: str) -> Tensor:
-    """The rounded weights of the experts that have rows; those of the others are undefined."""
+def round_busy_experts(w_LNK: Tensor, segments: Segments, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """The rounded weights of the experts that have rows, for forward; those of the others are undefined."""
     busy = [e for e, _, _ in segments.busy]
     if len(busy) == w_LNK.shape[0]:
-        return round_weights(w_LNK, scales)
+        return rounding.weights(w_LNK, backward=False)
     rounded_LNK = w_LNK.new_empty(w_LNK.shape, dtype=torch.float32)
-    rounded_LNK[busy] = round_weights(w_LNK[busy], scales)
-    return rounded_LNK
+    rounded_LNK[busy], _ = rounding.weights(w_LNK[busy], backward=False)
+    return rounded_LNK, rounded_LNK
 
 
 class RoundedWeights(WeightCopies):
@@ -209,5 +207,7 @@ class RoundedWeights(WeightCopies):
     batch.
     """
 
-    def get(self, weights: tuple[Tensor, ...], scales: str) -> list[Tensor]:
-        return self.of(weights, lambda weights: [round_weights(w.detach(), scales) for w in weights])
+    def get(self, weights: tuple[Tensor, ...], rounding: Rounding) -> list[tuple[Tensor, Tensor]]:
+        return self.of(
+            weights, lambda weights: [rounding.weights(w.detach(), backward=True) for w in weights]
+        )

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from afmoe.moe.compute.kernels.bf16 import Bf16Products
 from afmoe.moe.compute.kernels.launch import BLOCK, GROUP, padded, product_grid, product_options
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout, tile_and_column
 from afmoe.moe.compute.kernels.mxfp8_quantize import quantize_mx_activations, quantize_mx_weights
@@ -23,13 +24,21 @@ _BYTES_PER_STAGE = (BLOCK + BLOCK // MX_BLOCK_SIZE) * (TILE_ROWS + BLOCK)
 
 
 class Mxfp8Products:
-    """`afmoe.moe.quantization`'s mxfp8."""
+    """`afmoe.moe.quantization`'s mxfp8; weight gradients of mxfp8 or bf16 operands."""
+
+    def __init__(self, wgrad: str = "mxfp8") -> None:
+        self.bf16 = Bf16Products() if wgrad == "bf16" else None
 
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         return quantize_mx_weights(w_LNK, transposed=transposed)
 
     def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
-        return quantize_mx_activations(x_RK, layout, rows=rows, columns=columns)
+        row_copy, column_copy = quantize_mx_activations(
+            x_RK, layout, rows=rows, columns=columns and self.bf16 is None
+        )
+        if columns and self.bf16 is not None:
+            _, column_copy = self.bf16.store(x_RK, layout, rows=False, columns=True)
+        return row_copy, column_copy
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (first, first_weight), (second, second_weight) = pairs[0], pairs[-1]
@@ -59,6 +68,8 @@ class Mxfp8Products:
     def weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
     ) -> Tensor:
+        if self.bf16 is not None:
+            return self.bf16.weight_gradient(grad_columns, x_columns, layout, out_LNK)
         num_experts, size_n, size_k = out_LNK.shape
         grid = (num_experts * triton.cdiv(size_n, BLOCK) * triton.cdiv(size_k, BLOCK),)
         _weight_gradient_kernel[grid](

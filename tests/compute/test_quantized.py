@@ -1,4 +1,4 @@
-"""`moe/compute=fp8` against its written contract, its weight cache, and where it refuses to run."""
+"""`moe/compute=fp8` and `mxfp8` against their written contract, and their copies of the weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import torch
 from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outputs_and_gradients
 from torch import Tensor
 
-from afmoe.moe.compute import fp8
+from afmoe.moe.compute import quantized
 from afmoe.moe.quantization import (
+    BLOCK_SIZE,
+    MX_BLOCK_SIZE,
     dequantize_columns,
+    dequantize_mx_weights,
     dequantize_rows,
     dequantize_weights,
     quantize_columns,
+    quantize_mx_weights,
     quantize_rows,
     quantize_weights,
 )
@@ -25,8 +29,11 @@ from afmoe.moe.quantization import (
 # fp32 sums; measured up to 4.2e-7
 CONTRACT = 1e-6
 
+FORMATS = ["fp8", "mxfp8"]
+each_format = pytest.mark.parametrize("name", FORMATS)
 
-def contract(case: Case, scales: str, wgrad: str) -> dict[str, Tensor]:
+
+def contract(case: Case, options: dict[str, str]) -> dict[str, Tensor]:
     """Outputs and gradients as `afmoe.moe.quantization` defines them.
 
     What is quantized again on the way (hidden rows and their gradients) is computed in fp32, by the same
@@ -34,22 +41,31 @@ def contract(case: Case, scales: str, wgrad: str) -> dict[str, Tensor]:
     last product of each result is in fp64.
     """
     end, rows = case.num_rows, slice(0, case.num_rows)
+    is_mx = options["name"] == "mxfp8"
+    scales, block_size = ("ue8m0", MX_BLOCK_SIZE) if is_mx else (options["scales"], BLOCK_SIZE)
     weights = (case.gate_LFD, case.up_LFD, case.down_LDF)
-    gate, up, down = (dequantize_weights(*quantize_weights(weight, scales)) for weight in weights)
+    if is_mx:
+        gate, up, down = (dequantize_mx_weights(*quantize_mx_weights(w, 2), 2) for w in weights)
+        gate_dx, up_dx, down_dx = (dequantize_mx_weights(*quantize_mx_weights(w, 1), 1) for w in weights)
+    else:
+        gate, up, down = (dequantize_weights(*quantize_weights(w, scales)) for w in weights)
+        gate_dx, up_dx, down_dx = gate, up, down
 
     def quantized(rows_RK: Tensor) -> Tensor:
-        return dequantize_rows(*quantize_rows(rows_RK, scales))
+        return dequantize_rows(*quantize_rows(rows_RK, scales, block_size), block_size)
 
     def per_expert(x_RK: Tensor, w_LNK: Tensor) -> Tensor:
         parts = x_RK.split(case.counts)
         return torch.cat([part @ w_NK.t() for part, w_NK in zip(parts, w_LNK, strict=True)])
 
     def weight_gradient(grad_RN: Tensor, x_RK: Tensor) -> Tensor:
-        if wgrad == "bf16":
+        if options["wgrad"] == "bf16":
             grad_RN, x_RK = grad_RN.bfloat16(), x_RK.bfloat16()
         else:
             grad_RN, x_RK = (
-                dequantize_columns(*quantize_columns(operand, case.offsets_L, scales), case.offsets_L)
+                dequantize_columns(
+                    *quantize_columns(operand, case.offsets_L, scales, block_size), case.offsets_L, block_size
+                )
                 for operand in (grad_RN, x_RK)
             )
         parts = zip(grad_RN.double().split(case.counts), x_RK.double().split(case.counts), strict=True)
@@ -60,10 +76,10 @@ def contract(case: Case, scales: str, wgrad: str) -> dict[str, Tensor]:
     raised_RF = per_expert(quantized(x_RD), up).requires_grad_()
     hidden_RF = torch.nn.functional.silu(gated_RF) * raised_RF
     y_RD = per_expert(quantized(hidden_RF.detach()).double(), down.double())
-    grad_hidden_RF = per_expert(quantized(grad_y_RD), down.transpose(1, 2))
+    grad_hidden_RF = per_expert(quantized(grad_y_RD), down_dx.transpose(1, 2))
     grad_gated_RF, grad_raised_RF = torch.autograd.grad(hidden_RF, [gated_RF, raised_RF], grad_hidden_RF)
-    grad_x_RD = per_expert(quantized(grad_gated_RF).double(), gate.transpose(1, 2).double())
-    grad_x_RD += per_expert(quantized(grad_raised_RF).double(), up.transpose(1, 2).double())
+    grad_x_RD = per_expert(quantized(grad_gated_RF).double(), gate_dx.transpose(1, 2).double())
+    grad_x_RD += per_expert(quantized(grad_raised_RF).double(), up_dx.transpose(1, 2).double())
     padding = [0, 0, 0, case.x_RD.shape[0] - end]
     return {
         "y_RD": torch.nn.functional.pad(y_RD, padding),
@@ -83,72 +99,91 @@ def contract(case: Case, scales: str, wgrad: str) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scales", ["fp32", "ue8m0"])
-@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"name": "fp8", "scales": scales, "wgrad": wgrad}
+            for scales in ("fp32", "ue8m0")
+            for wgrad in ("fp8", "bf16")
+        ),
+        {"name": "mxfp8", "wgrad": "mxfp8"},
+        {"name": "mxfp8", "wgrad": "bf16"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
 def test_outputs_and_gradients_equal_the_contract(
-    counts: tuple[int, ...], sizes: tuple[int, int], scales: str, wgrad: str
+    counts: tuple[int, ...], sizes: tuple[int, int], options: dict[str, str]
 ) -> None:
     case = make_case(counts, num_padding_rows=7, hidden_size=sizes[0], intermediate_size=sizes[1])
-    expected = contract(case, scales, wgrad)
-    compute = build_compute({"name": "fp8", "scales": scales, "wgrad": wgrad}, case)
-    actual = outputs_and_gradients(compute, case)
+    expected = contract(case, options)
+    actual = outputs_and_gradients(build_compute(options, case), case)
     for key, value in actual.items():
         assert deviation(value, expected[key]) <= CONTRACT, key
 
 
-def test_every_result_carries_the_rounding_error_of_fp8() -> None:
+@each_format
+def test_every_result_carries_the_rounding_error_of_e4m3(name: str) -> None:
     case = make_case(COUNTS[0], num_padding_rows=7)
     expected = outputs_and_gradients(build_compute("reference", case), case.to(torch.float64))
-    actual = outputs_and_gradients(build_compute("fp8", case), case)
+    actual = outputs_and_gradients(build_compute(name, case), case)
     for key, value in actual.items():
         # three products in a row, 3.7e-2 each: measured 6.3e-2 to 6.7e-2; unquantized it would be 4e-7
         assert 1e-2 <= deviation(value, expected[key]) <= 2e-1, key
 
 
-def test_bf16_weight_gradients_are_nearer_to_exact_ones() -> None:
+@each_format
+def test_bf16_weight_gradients_are_nearer_to_exact_ones(name: str) -> None:
     case = make_case(COUNTS[1])
     expected = outputs_and_gradients(build_compute("reference", case), case.to(torch.float64))
-    in_fp8, in_bf16 = (
-        outputs_and_gradients(build_compute({"name": "fp8", "wgrad": wgrad}, case), case)
-        for wgrad in ("fp8", "bf16")
+    quantized, in_bf16 = (
+        outputs_and_gradients(build_compute({"name": name, "wgrad": wgrad}, case), case)
+        for wgrad in (name, "bf16")
     )
-    assert torch.equal(in_fp8["x_RD"], in_bf16["x_RD"])
+    assert torch.equal(quantized["x_RD"], in_bf16["x_RD"])
     for key in ("gate_LFD", "up_LFD", "down_LDF"):
-        assert deviation(in_bf16[key], expected[key]) < 0.9 * deviation(in_fp8[key], expected[key]), key
+        assert deviation(in_bf16[key], expected[key]) < 0.9 * deviation(quantized[key], expected[key]), key
 
 
 def forward(compute: Any, case: Case) -> Tensor:
     return compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
 
 
-def test_weights_are_quantized_once_until_told_that_they_changed() -> None:
+def copies(compute: Any, case: Case) -> list[Tensor]:
+    rounding = compute.emulation.rounding
+    pairs = compute.rounded_weights.get((case.gate_LFD, case.up_LFD, case.down_LDF), rounding)
+    return [copy for pair in pairs for copy in pair]
+
+
+@each_format
+def test_weights_are_quantized_once_until_told_that_they_changed(name: str) -> None:
     case = make_case((40, 0, 24))
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     forward(compute, case)
-    first = compute.rounded_weights.get((case.gate_LFD, case.up_LFD, case.down_LDF), "fp32")
+    first = copies(compute, case)
     forward(compute, case)
-    again = compute.rounded_weights.get((case.gate_LFD, case.up_LFD, case.down_LDF), "fp32")
-    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert all(a is b for a, b in zip(first, copies(compute, case), strict=True))
     compute.on_weights_updated()
-    dropped = compute.rounded_weights.get((case.gate_LFD, case.up_LFD, case.down_LDF), "fp32")
-    assert not any(a is b for a, b in zip(first, dropped, strict=True))
+    assert not any(a is b for a, b in zip(first, copies(compute, case), strict=True))
 
 
-def test_an_optimizer_step_is_seen_without_being_told() -> None:
+@each_format
+def test_an_optimizer_step_is_seen_without_being_told(name: str) -> None:
     case = make_case((40, 0, 24))
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     weights = [torch.nn.Parameter(w) for w in (case.gate_LFD, case.up_LFD, case.down_LDF)]
     compute(case.x_RD, case.offsets_L, *weights).sum().backward()
     torch.optim.AdamW(weights, lr=0.1).step()
-    fresh = build_compute("fp8", case)
+    fresh = build_compute(name, case)
     assert torch.equal(
         compute(case.x_RD, case.offsets_L, *weights), fresh(case.x_RD, case.offsets_L, *weights)
     )
 
 
-def test_a_write_through_data_is_seen_after_the_hook_and_always_without_gradients() -> None:
+@each_format
+def test_a_write_through_data_is_seen_after_the_hook_and_always_without_gradients(name: str) -> None:
     case = make_case((40, 0, 24))
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     before = forward(compute, case)
     case.down_LDF.data.mul_(2.0)
     with torch.no_grad():
@@ -159,21 +194,23 @@ def test_a_write_through_data_is_seen_after_the_hook_and_always_without_gradient
     assert torch.equal(forward(compute, case), 2.0 * before)
 
 
-def test_other_weights_are_never_taken_for_the_cached_ones() -> None:
+@each_format
+def test_other_weights_are_never_taken_for_the_cached_ones(name: str) -> None:
     case = make_case((40, 0, 24))
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     for factor in (1.0, 2.0, 3.0):
         # a fresh tensor a call, which may lie where the last one lay, with the same version counter
         down_LDF = case.down_LDF * factor
         y_RD = compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, down_LDF)
-        fresh = build_compute("fp8", case)
+        fresh = build_compute(name, case)
         assert torch.equal(y_RD, fresh(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, down_LDF))
         del down_LDF
 
 
-def test_it_runs_in_inference_mode_and_gives_the_same_without_gradients() -> None:
+@each_format
+def test_it_runs_in_inference_mode_and_gives_the_same_without_gradients(name: str) -> None:
     case = make_case((40, 0, 24), num_padding_rows=3)
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     expected = forward(compute, case)
     with torch.inference_mode():
         assert torch.equal(forward(compute, case), expected)
@@ -183,32 +220,35 @@ def test_it_runs_in_inference_mode_and_gives_the_same_without_gradients() -> Non
         assert torch.equal(forward(compute, case), expected)
 
 
-def test_a_copied_or_pickled_plugin_works_and_starts_without_a_cache() -> None:
+@each_format
+def test_a_copied_or_pickled_plugin_works_and_starts_without_a_cache(name: str) -> None:
     case = make_case((40, 0, 24))
-    compute = build_compute("fp8", case)
+    compute = build_compute(name, case)
     expected = forward(compute, case)
     for other in (copy.deepcopy(compute), pickle.loads(pickle.dumps(compute))):
         assert other.rounded_weights is not compute.rounded_weights
         assert torch.equal(forward(other, case), expected)
 
 
-def test_the_emulation_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    fp8._say_once.cache_clear()
+@each_format
+def test_the_emulation_is_announced_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    quantized.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            compute = build_compute("fp8", make_case((1,)))
+            compute = build_compute(name, make_case((1,)))
     assert [record.message for record in caplog.records] == [
-        "moe/compute=fp8 runs as exact emulation on cpu: fp8's numbers, not its speed"
+        f"moe/compute={name} runs as exact emulation on cpu: {name}'s numbers, not its speed"
     ]
-    assert compute.description == "fp8 (e4m3, emulated on cpu)"
+    assert compute.description == f"{name} (e4m3, emulated on cpu)"
 
 
-def test_the_default_dtype_of_torch_changes_nothing() -> None:
+@each_format
+def test_the_default_dtype_of_torch_changes_nothing(name: str) -> None:
     case = make_case(COUNTS[0], num_padding_rows=3)
-    expected = outputs_and_gradients(build_compute("fp8", case), case)
+    expected = outputs_and_gradients(build_compute(name, case), case)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        actual = outputs_and_gradients(build_compute("fp8", case), case)
+        actual = outputs_and_gradients(build_compute(name, case), case)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(actual[key], expected[key]) for key in actual)

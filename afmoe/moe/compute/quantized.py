@@ -1,0 +1,125 @@
+"""What `fp8` and `mxfp8` share: kernels on a GPU, the exact emulation elsewhere, or when asked to."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from afmoe.hardware import Hardware, detect_hardware
+from afmoe.moe.activations import activation_named
+from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
+from afmoe.moe.compute.kernels import why_no_kernels
+from afmoe.moe.compute.rounding import Rounding
+from afmoe.moe.grouped_mm import product_dtype
+
+if TYPE_CHECKING:
+    from afmoe.moe.compute.kernels.autograd import KernelExperts
+    from afmoe.moe.compute.kernels.products import Products
+
+log = logging.getLogger(__name__)
+
+
+class QuantizedCompute(ABC):
+    """A plugin's `Config` has `wgrad`, the format's own name or `bf16`, and `emulate`."""
+
+    name: ClassVar[str]
+    capability: ClassVar[tuple[int, int]]
+    """CUDA capability from which on the kernels run."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        hardware: Hardware | None = None,
+    ) -> None:
+        hardware = hardware or detect_hardware()
+        self.config = config
+        self.emulation = Emulation(
+            activation_named(activation), self.rounding(config), wgrad_in_bf16=config.wgrad == "bf16"
+        )
+        self.emulates = config.emulate == "true" or not hardware.is_cuda
+        self.rounded_weights = RoundedWeights()
+        choice = f"moe/compute={self.name}"
+        if self.emulates:
+            where = hardware.device_type
+            self.description = f"{self.name} (e4m3, emulated on {where})"
+            say_once(f"{choice} runs as exact emulation on {where}: {self.name}'s numbers, not its speed")
+        else:
+            self.description = f"{self.name} (e4m3, Triton kernels)"
+            say_once(
+                f"{choice} runs Triton kernels that were not timed on a GPU yet: with many small "
+                "experts they may be slower than moe/compute=native; scripts/check_gpu.py measures both"
+            )
+
+    @classmethod
+    @abstractmethod
+    def rounding(cls, config: Any) -> Rounding:
+        """The block format that `config` chooses."""
+
+    @classmethod
+    @abstractmethod
+    def products(cls, config: Any) -> Products:
+        """Its kernels. Needs triton, which only a machine with a GPU has to have."""
+
+    @classmethod
+    def why_not(
+        cls,
+        config: Any,
+        *,
+        hardware: Hardware,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+    ) -> str | None:
+        if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
+            return None
+        choice = f"moe/compute={cls.name}"
+        instead = "use moe/compute=bf16, or moe.compute.emulate=true, which is slower"
+        if not hardware.is_cuda:
+            choice += " with moe.compute.emulate=false"
+            instead = "use moe.compute.emulate=auto for the exact emulation"
+        return why_no_kernels(choice, hardware, cls.capability, instead)
+
+    def __call__(
+        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+    ) -> Tensor:
+        x_RD = x_RD.to(product_dtype(x_RD))
+        weights = (gate_LFD, up_LFD, down_LDF)
+        if not self.emulates:
+            return self.kernels(x_RD, offsets_L, *weights)
+        return emulated_gated_mlp(x_RD, offsets_L, weights, self.rounded_weights, self.emulation)
+
+    @cached_property
+    def kernels(self) -> KernelExperts:
+        from afmoe.moe.compute.kernels.autograd import KernelExperts
+
+        return KernelExperts(self.products(self.config), self.emulation.activation)
+
+    def on_weights_updated(self) -> None:
+        if self.emulates:
+            self.rounded_weights.drop()
+        else:
+            self.kernels.on_weights_updated()
+
+
+def check_options(config: Any, valid: dict[str, tuple[str, ...]]) -> None:
+    """Bring `emulate` to text and refuse a value that is none of its option's."""
+    # `true` on the command line is a bool
+    config.emulate = str(config.emulate).lower()
+    for key, values in (valid | {"emulate": ("auto", "true", "false")}).items():
+        if (value := getattr(config, key)) not in values:
+            raise ValueError(f"moe.compute.{key} must be one of {', '.join(values)}, got {value}")
+
+
+@cache
+def say_once(message: str) -> None:
+    log.warning(message)
