@@ -47,9 +47,13 @@ def load_pretrained(
     with torch.device("meta"):
         model = AfmoeForCausalLM(config, attention, compute, dispatch, hardware)
     model.to(dtype)
-    sizes = [tensor.nbytes for tensor in _canonical_state(model).values()]
-    # the largest tensor once more: experts are stacked beside the file's own pages
-    check_memory(f"loading {directory} in {str(dtype).removeprefix('torch.')}", sum(sizes) + max(sizes))
+    state = _canonical_state(model)
+    sizes: dict[int | None, int] = {}
+    for key, tensor in state.items():
+        sizes[layer_of(key)] = sizes.get(layer_of(key), 0) + tensor.nbytes
+    # the largest layer once more: its experts are stacked before they are copied
+    largest = max(sizes[layer] for layer in layers_of(state))
+    check_memory(f"loading {directory} in {str(dtype).removeprefix('torch.')}", sum(sizes.values()) + largest)
 
     model.to_empty(device="cpu")
     load_weights(model, directory)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AfmoeConfig as TransformersConfig
@@ -20,26 +21,26 @@ from transformers import AfmoeForCausalLM as TransformersModel
 
 from afmoe.errors import ConfigError
 
-# name here to name in transformers' memory; gate and up are put one above the other besides
+# name here to transformers' name, one tensor an expert where the name holds `{}`
 _NAMES = {
     "canonical": {
         "mlp.router.selection_bias": "mlp.expert_bias",
+        "mlp.experts.gate_proj": "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.up_proj": "mlp.experts.{}.up_proj.weight",
+        "mlp.experts.down_proj": "mlp.experts.{}.down_proj.weight",
         "mlp.shared_expert.gate_proj.weight": "mlp.shared_experts.gate_proj.weight",
         "mlp.shared_expert.up_proj.weight": "mlp.shared_experts.up_proj.weight",
         "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.down_proj.weight",
     },
     "prime": {
-        "mlp.experts.w2": "mlp.experts.down_proj",
+        "mlp.experts.w1": "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.w3": "mlp.experts.{}.up_proj.weight",
+        "mlp.experts.w2": "mlp.experts.{}.down_proj.weight",
         "mlp.shared_expert.w1": "mlp.shared_experts.gate_proj.weight",
         "mlp.shared_expert.w3": "mlp.shared_experts.up_proj.weight",
         "mlp.shared_expert.w2": "mlp.shared_experts.down_proj.weight",
     },
 }
-_GATE_AND_UP = {
-    "canonical": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-    "prime": ("mlp.experts.w1", "mlp.experts.w3"),
-}
-_FUSED = "mlp.experts.gate_up_proj"
 
 
 class ReferenceLayers:
@@ -106,11 +107,11 @@ class ReferenceLayers:
     def _state(self, layer: int) -> dict[str, Tensor]:
         prefix = f"model.layers.{layer}."
         state = {key.removeprefix(prefix): self._read(key) for key in self._file_of if key.startswith(prefix)}
-        if self.layout in _NAMES:
-            state = {_NAMES[self.layout].get(name, name): tensor for name, tensor in state.items()}
-            gate, up = _GATE_AND_UP[self.layout]
-            if gate in state:
-                state[_FUSED] = torch.cat([state.pop(gate), state.pop(up)], dim=1)
+        for name, other in _NAMES.get(self.layout, {}).items():
+            if name in state:
+                tensor = state.pop(name)
+                each = enumerate(tensor) if "{}" in other else [(0, tensor)]
+                state |= {other.format(expert): weights for expert, weights in each}
         state = {f"model.layers.0.{name}": tensor for name, tensor in state.items()}
         return state | {"model.norm.weight": self._read("model.norm.weight")}
 
@@ -128,5 +129,6 @@ class ReferenceLayers:
         problems = [*missing, *sorted(map(str, report["mismatched_keys"])), *report["error_msgs"]]
         if problems:
             raise ConfigError(
-                f"{self.directory}: transformers cannot load layer {layer}: {', '.join(problems[:10])}"
+                f"{self.directory} ({self.layout}): transformers {transformers.__version__} cannot load layer "
+                f"{layer}: {', '.join(problems[:10])}; its older versions know the layout hf only"
             )

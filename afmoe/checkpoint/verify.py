@@ -129,9 +129,15 @@ def _run_theirs(reference: ReferenceLayers, layer: int, hidden_SD: Tensor) -> _R
     run = _run(body, hidden_SD)
     if run.scores_TE is not None:
         run.scores_TE = run.scores_TE + mlp.expert_bias
-        num_experts: int = mlp.experts.num_experts
-        ids_E1 = torch.arange(num_experts)[:, None]
-        run.experts_ED = mlp.experts(_rows(run, num_experts), ids_E1, torch.ones(num_experts, 1))
+        rows_ED = _rows(run, len(mlp.expert_bias))
+        if isinstance(mlp.experts, nn.ModuleList):
+            # transformers before its experts were stacked
+            run.experts_ED = torch.stack(
+                [expert(row) for expert, row in zip(mlp.experts, rows_ED, strict=True)]
+            )
+        else:
+            ids_E1 = torch.arange(len(rows_ED))[:, None]
+            run.experts_ED = mlp.experts(rows_ED, ids_E1, torch.ones(len(rows_ED), 1))
     return run
 
 
@@ -183,7 +189,9 @@ def _run(model: Any, hidden_SD: Tensor) -> _Run:
         "normed": layer.pre_mlp_layernorm,
     }
     is_moe = "router" in dict(layer.mlp.named_children())
-    with _caught(parts | ({"router": layer.mlp.router} if is_moe else {})) as caught:
+    if is_moe:
+        parts |= {"router": layer.mlp.router, "gate": layer.mlp.router.gate}
+    with _caught(parts) as caught:
         last_BSD = model(inputs_embeds=hidden_SD[None]).last_hidden_state
     output = caught["output"]
     run = _Run(
@@ -200,8 +208,8 @@ def _run(model: Any, hidden_SD: Tensor) -> _Run:
         if isinstance(routing, Routing):
             run.expert_ids_TK, run.scores_TE = routing.expert_ids_TK, routing.scores_TE
         else:
-            logits_TE, _, run.expert_ids_TK = routing
-            run.scores_TE = logits_TE.sigmoid()
+            # with or without logits and weights before it, by transformers' version
+            run.expert_ids_TK, run.scores_TE = routing[-1], caught["gate"].float().sigmoid()
     return run
 
 

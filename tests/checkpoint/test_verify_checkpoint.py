@@ -121,9 +121,7 @@ def exchanged_model(directory):
 
 @pytest.mark.parametrize("layout", ["hf_fused", "prime", "canonical"])
 @pytest.mark.parametrize("fault", ["gate and up", "down of two experts"])
-def test_a_mistake_of_our_own_conversion_shows_without_a_second_directory(
-    tmp_path, layout, fault, monkeypatch
-):
+def test_a_mistake_of_our_own_conversion_shows_in_one_directory(tmp_path, layout, fault, monkeypatch):
     directory = save_small(tmp_path / "model", layout)
     read_layer = ModelFiles.read_layer
 
