@@ -129,6 +129,6 @@ class ReferenceLayers:
         problems = [*missing, *sorted(map(str, report["mismatched_keys"])), *report["error_msgs"]]
         if problems:
             raise ConfigError(
-                f"{self.directory} ({self.layout}): transformers {transformers.__version__} cannot load layer "
-                f"{layer}: {', '.join(problems[:10])}; its older versions know the layout hf only"
+                f"{self.directory} ({self.layout}): transformers {transformers.__version__} cannot load "
+                f"layer {layer}: {', '.join(problems[:10])}; its older versions know the layout hf only"
             )
