@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sysconfig
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
     if not has_gpu:
         return Hardware(
             device_type="cpu",
-            name=platform.processor() or platform.machine(),
+            name=_cpu_name(),
             has_cxx_compiler=has_cxx_compiler(),
             memory_gib=_host_memory_gib(),
         )
@@ -88,6 +89,16 @@ def has_cxx_compiler() -> bool:
     default = "clang++" if platform.system() == "Darwin" else "g++"
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()
+
+
+def _cpu_name() -> str:
+    """The processor's product name where the system tells it, else its architecture."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        found = re.search(r"^model name\s*: (.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _host_memory_gib() -> float:
