@@ -162,7 +162,11 @@ def _check_compilable(model: AfmoeForCausalLM) -> None:
             f"compile=True cannot serve rope_type={model.model.rotary.rope_type}, whose frequencies depend "
             "on the longest position; use compile=False"
         )
-    if not model.lm_head.weight.is_cuda and not has_cxx_compiler():
+    device_type = model.lm_head.weight.device.type
+    reason = model.model.attention.why_no_static_cache(device_type=device_type, is_compiled=True)
+    if reason is not None:
+        raise ConfigError(reason)
+    if device_type == "cpu" and not has_cxx_compiler():
         raise MachineError(
             "compile=True needs a C++ compiler and Python's headers on a CPU, which were not found; install "
             "them, or use compile=False"

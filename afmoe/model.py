@@ -191,11 +191,10 @@ class AfmoeModel(nn.Module):
         ]
         if max_tokens is None:
             return GrowingCache(windows)
-        if not self.attention.supports_static_cache:
-            raise ConfigError(
-                f"attention={self.attention.name} cannot read a static cache, whose keys lie in no order; "
-                "use cache=growing, or attention=sdpa"
-            )
+        device_type = self.embed_tokens.weight.device.type
+        reason = self.attention.why_no_static_cache(device_type=device_type, is_compiled=False)
+        if reason is not None:
+            raise ConfigError(reason)
         self._check_length(max_tokens)
         return StaticCache(windows, -(-max_tokens // _CAPACITY_STEP) * _CAPACITY_STEP)
 

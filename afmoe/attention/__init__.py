@@ -26,8 +26,6 @@ class AttentionPlugin(Protocol):
 
     Config: ClassVar[type]
     name: ClassVar[str]
-    supports_static_cache: ClassVar[bool]
-    """Whether it reads keys that lie in slots, in no order, as `StaticCache` keeps them."""
 
     def __init__(self, config: Any, *, window: int, hardware: Hardware | None = None) -> None:
         """`window`: tokens that a query of a sliding layer sees, itself included."""
@@ -40,6 +38,14 @@ class AttentionPlugin(Protocol):
         """Why this cannot run there and what would, in one sentence; None: it can.
 
         `is_training`: backward is wanted, and `dropout` of the attention weights.
+        """
+        ...
+
+    @classmethod
+    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
+        """Why it cannot read keys that lie in slots, in no order, as `StaticCache` keeps them, and what can.
+
+        None: it can. `is_compiled`: in a step that is one compiled graph.
         """
         ...
 

@@ -31,8 +31,6 @@ _NO_PACKAGE = (
 class FlashAttention:
     """In bf16 or fp16. Once a forward it waits for the GPU: packed or padded rows have to be counted."""
 
-    supports_static_cache = False
-
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -60,6 +58,13 @@ class FlashAttention:
                 "use attention=sdpa"
             )
         return None if importlib.util.find_spec(PACKAGE) else _NO_PACKAGE
+
+    @classmethod
+    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
+        return (
+            "attention=flash cannot read a static cache: its kernel takes keys in their order; use "
+            "cache=growing, or attention=sdpa"
+        )
 
     def prepare(self, layout: SequenceLayout) -> tuple[Sequences, Sequences]:
         """The sequences of full and of sliding layers."""

@@ -38,8 +38,6 @@ _NO_BACKWARD = (
 class FlexAttention:
     """Compiled on a GPU. On a CPU torch's unfused form: forward only, with a matrix of all scores."""
 
-    supports_static_cache = True
-
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -62,6 +60,15 @@ class FlexAttention:
             return (
                 f"attention=flex needs a head_dim of at least {_SMALLEST_HEAD_ON_CUDA} on a GPU, "
                 f"model.head_dim is {head_dim}; use attention=sdpa"
+            )
+        return None
+
+    @classmethod
+    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
+        if is_compiled and device_type == "cpu":
+            return (
+                "attention=flex cannot be in a compiled step on a CPU: its kernel there takes no mask "
+                "that the same graph makes; use attention=sdpa"
             )
         return None
 

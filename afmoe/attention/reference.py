@@ -16,8 +16,6 @@ from afmoe.registry import register
 class ReferenceAttention:
     """Time and memory grow with the square of the sequence, in sliding layers too."""
 
-    supports_static_cache = True
-
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -29,6 +27,10 @@ class ReferenceAttention:
     def why_not(
         cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
     ) -> str | None:
+        return None
+
+    @classmethod
+    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
         return None
 
     def prepare(self, layout: SequenceLayout) -> tuple[Tensor | None, Tensor | None]:

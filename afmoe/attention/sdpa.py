@@ -26,8 +26,6 @@ _FEW_KEYS = 4
 
 @register("attention", "sdpa")
 class SdpaAttention:
-    supports_static_cache = True
-
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -39,6 +37,10 @@ class SdpaAttention:
     def why_not(
         cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
     ) -> str | None:
+        return None
+
+    @classmethod
+    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
         return None
 
     def prepare(self, layout: SequenceLayout) -> Masks:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from parity import TOLERANCE, deviation, gradient_deviation, gradients, our_model, random_ids
+from parity import SMALL, TOLERANCE, deviation, gradient_deviation, gradients, our_model, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from afmoe import registry
@@ -98,7 +98,11 @@ def test_all_but_the_experts_is_one_graph_for_the_compiler(attention: str):
 @pytest.mark.skipif(not has_cxx_compiler(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_whole_model_is_one_graph_forward_and_backward_whatever_is_routed_where(dtype: torch.dtype):
-    model = our_model().to(dtype)
+    fields = {"num_hidden_layers": 3, "global_attn_every_n_layers": 3}
+    if dtype == torch.bfloat16:
+        # every expert is chosen: a graph rounds to bf16 less often, which would flip the choice of some
+        fields["num_experts_per_tok"] = SMALL["num_experts"]
+    model = our_model(**fields).to(dtype)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
 
@@ -112,14 +116,13 @@ def test_the_whole_model_is_one_graph_forward_and_backward_whatever_is_routed_wh
 
     def compare(seed: int) -> None:
         (loss, grads), (expected_loss, expected_grads) = run(compiled, seed), run(model, seed)
-        if dtype == torch.float32:
-            # measured MEASURED
-            assert deviation(loss, expected_loss) <= TOLERANCE
-            assert gradient_deviation(grads, expected_grads) <= TOLERANCE
-        else:
-            # fused operations round to bf16 less often, which flips some of the experts that are chosen
-            assert deviation(loss, expected_loss) <= 2e-2
-            assert all(bool(gradient.isfinite().all()) for gradient in grads.values())
+        # measured: fp32 2.0e-7 and 2.4e-6, bf16 LOSS and GRADS
+        loss_tolerance, gradient_tolerance = {
+            torch.float32: (TOLERANCE, TOLERANCE),
+            torch.bfloat16: (1e-2, 3e-1),
+        }[dtype]
+        assert deviation(loss, expected_loss) <= loss_tolerance
+        assert gradient_deviation(grads, expected_grads) <= gradient_tolerance
 
     compare(seed=0)
     with torch.compiler.set_stance("fail_on_recompile"):
