@@ -222,8 +222,7 @@ def _init_weights(model: nn.Module, config: AfmoeConfig) -> None:
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, Experts):
-            for weight in module.parameters():
-                nn.init.normal_(weight, std=std)
+            module.init_weights(std)
     for block in moe_blocks(model):
         nn.init.zeros_(block.router.selection_bias)
         if config.router_init == "zero":

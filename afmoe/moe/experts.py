@@ -9,20 +9,61 @@ from afmoe.moe.compute import ExpertCompute
 
 
 class Experts(nn.Module):
-    """Gated feed-forward experts as three tensors, so that one grouped product serves all of them."""
+    """Feed-forward experts as stacked tensors, so that one grouped product serves all of them.
+
+    `gated`: hidden = activation(gate(x)) * up(x), else activation(up(x)) and there is no `gate_proj`.
+    `has_bias`: every projection has one. The compute plugin is asked about both before the experts are made,
+    by `check_compute`.
+    """
+
+    gate_proj: nn.Parameter | None
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_proj_bias: nn.Parameter | None
+    up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, compute: ExpertCompute
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        compute: ExpertCompute,
+        *,
+        gated: bool = True,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.compute = compute
-        self.gate_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.has_bias = has_bias
+        into, back = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+
+        def stacked(*shape: int, present: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(num_experts, *shape)) if present else None
+
+        self.register_parameter("gate_proj", stacked(*into, present=gated))
+        self.register_parameter("up_proj", stacked(*into))
+        self.register_parameter("down_proj", stacked(*back))
+        self.register_parameter("gate_proj_bias", stacked(intermediate_size, present=gated and has_bias))
+        self.register_parameter("up_proj_bias", stacked(intermediate_size, present=has_bias))
+        self.register_parameter("down_proj_bias", stacked(hidden_size, present=has_bias))
 
     def forward(self, rows_RD: Tensor, offsets_L: Tensor) -> Tensor:
         """Rows sorted by expert, `offsets_L` the row at which each expert ends."""
-        return self.compute(rows_RD, offsets_L, self.gate_proj, self.up_proj, self.down_proj)
+        weights = (self.gate_proj, self.up_proj, self.down_proj)
+        if not self.has_bias:
+            return self.compute(rows_RD, offsets_L, *weights)
+        biases = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
+        return self.compute(rows_RD, offsets_L, *weights, biases)
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Matrices from N(0, std), biases 0."""
+        for name, weight in self.named_parameters():
+            if name.endswith("_bias"):
+                nn.init.zeros_(weight)
+            else:
+                nn.init.normal_(weight, std=std)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.gate_proj.shape)}, {self.compute.description}"
+        return f"{tuple(self.up_proj.shape)}, {self.compute.description}"

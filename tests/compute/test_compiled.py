@@ -18,9 +18,9 @@ def test_the_operator_keeps_what_torch_asks_of_one(trained: str, by_grouped_mm: 
     operands = [case.x_RD, case.gate_LFD, case.up_LFD, case.down_LDF]
     for operand in {"all": operands, "x": operands[:1], "weights": operands[1:]}[trained]:
         operand.requires_grad_()
-    inputs = (*operands, case.offsets_L, "silu", by_grouped_mm)
+    inputs = (*operands, None, None, None, case.offsets_L, "silu", by_grouped_mm)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.afmoe.gated_mlp.default, inputs, test_utils=checks)
+    torch.library.opcheck(torch.ops.afmoe.expert_mlp.default, inputs, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ["native", "bf16"])

@@ -12,6 +12,7 @@ import torch
 from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outputs_and_gradients
 from torch import Tensor
 
+from afmoe.moe.activations import activation_named
 from afmoe.moe.compute import quantized
 from afmoe.moe.quantization import (
     BLOCK_SIZE,
@@ -33,7 +34,7 @@ FORMATS = ["fp8", "mxfp8"]
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 
-def contract(case: Case, options: dict[str, str]) -> dict[str, Tensor]:
+def contract(case: Case, options: dict[str, str], activation: str = "silu") -> dict[str, Tensor]:
     """Outputs and gradients as `afmoe.moe.quantization` defines them.
 
     What is quantized again on the way (hidden rows and their gradients) is computed in fp32, by the same
@@ -74,7 +75,7 @@ def contract(case: Case, options: dict[str, str]) -> dict[str, Tensor]:
     x_RD, grad_y_RD = case.x_RD[rows], case.grad_y_RD[rows]
     gated_RF = per_expert(quantized(x_RD), gate).requires_grad_()
     raised_RF = per_expert(quantized(x_RD), up).requires_grad_()
-    hidden_RF = torch.nn.functional.silu(gated_RF) * raised_RF
+    hidden_RF = activation_named(activation).hidden(gated_RF, raised_RF)
     y_RD = per_expert(quantized(hidden_RF.detach()).double(), down.double())
     grad_hidden_RF = per_expert(quantized(grad_y_RD), down_dx.transpose(1, 2))
     grad_gated_RF, grad_raised_RF = torch.autograd.grad(hidden_RF, [gated_RF, raised_RF], grad_hidden_RF)
@@ -120,6 +121,18 @@ def test_outputs_and_gradients_equal_the_contract(
     actual = outputs_and_gradients(build_compute(options, case), case)
     for key, value in actual.items():
         assert deviation(value, expected[key]) <= CONTRACT, key
+
+
+@each_format
+def test_a_clamped_activation_is_part_of_the_contract(name: str) -> None:
+    case = make_case(COUNTS[0], num_padding_rows=7)
+    options = {"name": name, "scales": "fp32", "wgrad": name}
+    expected = contract(case, options, "clamped_swiglu:0.5")
+    actual = outputs_and_gradients(build_compute(name, case, "clamped_swiglu:0.5"), case)
+    unbounded = contract(case, options)
+    for key, value in actual.items():
+        assert deviation(value, expected[key]) <= CONTRACT, key
+        assert deviation(unbounded[key], expected[key]) > 0.5, key
 
 
 @each_format

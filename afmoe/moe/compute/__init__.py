@@ -1,6 +1,9 @@
-"""Expert compute: the gated MLP of all local experts in one call, on rows that are sorted by expert.
+"""Expert compute: the MLP of all local experts in one call, on rows that are sorted by expert.
 
     hidden = activation(x @ gate[e].T) * (x @ up[e].T)        y = hidden @ down[e].T
+
+Experts may have no gate (hidden = activation(x @ up[e].T)) and a bias on every projection. A plugin that
+cannot multiply them says so in `why_not`.
 
 The contract that every plugin keeps, and that tests/compute checks against `reference`:
 
@@ -20,8 +23,10 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from afmoe.errors import MachineError
+from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
+from afmoe.moe.activations import activation_named
+from afmoe.moe.grouped_mm import Biases
 
 
 class ExpertCompute(Protocol):
@@ -61,14 +66,28 @@ class ExpertCompute(Protocol):
         hidden_size: int,
         intermediate_size: int,
         activation: str,
+        gated: bool = True,
+        has_bias: bool = False,
     ) -> str | None:
-        """Why this cannot run there and what would, in one sentence; None: it can. Asks the record only."""
+        """Why this cannot run there and what would, in one sentence; None: it can. Asks the record only.
+
+        `gated`, `has_bias`: what the experts are; handed over only where they differ from the default.
+        """
         ...
 
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+        self,
+        x_RD: Tensor,
+        offsets_L: Tensor,
+        gate_LFD: Tensor | None,
+        up_LFD: Tensor,
+        down_LDF: Tensor,
+        biases: Biases | None = None,
     ) -> Tensor:
-        """y_RD of the module docstring, differentiable in x and the three weights."""
+        """y_RD of the module docstring, differentiable in x, the weights and the biases.
+
+        `biases` are handed over only where the experts have them.
+        """
         ...
 
     def on_weights_updated(self) -> None:
@@ -85,8 +104,16 @@ def check_compute(
     hidden_size: int,
     intermediate_size: int,
     activation: str,
+    gated: bool = True,
+    has_bias: bool = False,
 ) -> None:
-    """Raise `MachineError` with the plugin's reason when it cannot run there."""
+    """Raise `MachineError` with the plugin's reason when it cannot run there.
+
+    Raises `ConfigError` for an activation that is unknown or that needs a gate which the experts lack.
+    """
+    if activation_named(activation).needs_gate and not gated:
+        raise ConfigError(f"hidden_act={activation} needs experts with a gate; use silu")
+    unusual = {} if gated and not has_bias else {"gated": gated, "has_bias": has_bias}
     reason = plugin.why_not(
         config,
         hardware=hardware,
@@ -94,6 +121,15 @@ def check_compute(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         activation=activation,
+        **unusual,
     )
     if reason is not None:
         raise MachineError(reason)
+
+
+def why_not_these_experts(choice: str, gated: bool, has_bias: bool, instead: str) -> str | None:
+    """The reason of a choice that multiplies gated experts without biases and no others."""
+    unusual = [kind for kind, is_so in (("no gate", not gated), ("biases", has_bias)) if is_so]
+    if not unusual:
+        return None
+    return f"{choice} multiplies gated experts without biases, these have {' and '.join(unusual)}; {instead}"

@@ -12,8 +12,9 @@ from torch import Tensor
 from afmoe.errors import ConfigError
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
+from afmoe.moe.compute import why_not_these_experts
 from afmoe.moe.compute.kernels import why_no_kernels
-from afmoe.moe.grouped_mm import gated_mlp, product_dtype
+from afmoe.moe.grouped_mm import Biases, expert_mlp, product_dtype
 from afmoe.registry import register
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Bf16Compute:
         hidden_size: int,
         intermediate_size: int,
         activation: str,
+        gated: bool = True,
+        has_bias: bool = False,
     ) -> str | None:
         if hardware.capability is not None and hardware.capability < (8, 0):
             return (
@@ -69,19 +72,33 @@ class Bf16Compute:
                 "use moe/compute=reference"
             )
         if config.kernels == "triton":
-            choice = "moe/compute=bf16 with moe.compute.kernels=triton"
-            return why_no_kernels(choice, hardware, (8, 0), "use moe.compute.kernels=torch")
+            choice, instead = (
+                "moe/compute=bf16 with moe.compute.kernels=triton",
+                "use moe.compute.kernels=torch",
+            )
+            return why_no_kernels(choice, hardware, (8, 0), instead) or why_not_these_experts(
+                choice, gated, has_bias, instead
+            )
         return None
 
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+        self,
+        x_RD: Tensor,
+        offsets_L: Tensor,
+        gate_LFD: Tensor | None,
+        up_LFD: Tensor,
+        down_LDF: Tensor,
+        biases: Biases | None = None,
     ) -> Tensor:
         dtype = product_dtype(x_RD)
         with torch.autocast(x_RD.device.type, enabled=False):
+            x_RD = x_RD.bfloat16()
             if self.uses_kernels:
-                return self.kernels(x_RD.bfloat16(), offsets_L, gate_LFD, up_LFD, down_LDF).to(dtype)
-            x, gate, up, down = (tensor.bfloat16() for tensor in (x_RD, gate_LFD, up_LFD, down_LDF))
-            return gated_mlp(x, offsets_L, gate, up, down, self.activation).to(dtype)
+                assert gate_LFD is not None
+                return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF).to(dtype)
+            weights = (gate_LFD, up_LFD, down_LDF)
+            # the products take the dtype of x: weights and biases are cast there
+            return expert_mlp(x_RD, offsets_L, *weights, self.activation, biases).to(dtype)
 
     @cached_property
     def kernels(self) -> KernelExperts:

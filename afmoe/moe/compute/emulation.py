@@ -77,7 +77,7 @@ class _EmulatedMlp(torch.autograd.Function):
                 x, gated, raised = emulation.rows(x_RD[rows]), gated_RF[rows], raised_RF[rows]
                 _multiply(x, gate, experts, out=gated)
                 _multiply(x, up, experts, out=raised)
-                _multiply(emulation.rows(activation(gated) * raised), down, experts, out=y_RD[rows])
+                _multiply(emulation.rows(activation.hidden(gated, raised)), down, experts, out=y_RD[rows])
         ctx.save_for_backward(x_RD, gated_RF, raised_RF)
         ctx.weights = [weight for _, weight in rounded]
         ctx.segments, ctx.emulation = segments, emulation
@@ -100,12 +100,9 @@ class _EmulatedMlp(torch.autograd.Function):
         with torch.autocast(x_RD.device.type, enabled=False):
             for rows, experts in _expert_groups(ctx.segments, gate):
                 x, gated, raised, grad_y = x_RD[rows], gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
-                activated = activation(gated)
-                hidden = activated * raised
                 grad_hidden = torch.empty_like(gated)
                 _multiply(emulation.rows(grad_y), down, experts, out=grad_hidden)
-                grad_raised = activated.mul_(grad_hidden)
-                grad_gated = activation.backward(grad_hidden.mul_(raised), gated)
+                hidden, (grad_gated, grad_raised) = activation.hidden_backward(grad_hidden, gated, raised)
                 operands = ((grad_gated, x), (grad_raised, x), (grad_y, hidden))
                 _weight_gradients(operands, experts, emulation, out=grad_weights)
                 if grad_x_RD is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import gated_mlp
+from afmoe.moe.grouped_mm import Biases, expert_mlp
 from afmoe.registry import register
 
 
@@ -47,6 +47,8 @@ class NativeCompute:
         hidden_size: int,
         intermediate_size: int,
         activation: str,
+        gated: bool = True,
+        has_bias: bool = False,
     ) -> str | None:
         if hardware.capability is not None and hardware.capability < (8, 0):
             return (
@@ -56,9 +58,15 @@ class NativeCompute:
         return None
 
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+        self,
+        x_RD: Tensor,
+        offsets_L: Tensor,
+        gate_LFD: Tensor | None,
+        up_LFD: Tensor,
+        down_LDF: Tensor,
+        biases: Biases | None = None,
     ) -> Tensor:
-        return gated_mlp(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, self.activation)
+        return expert_mlp(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, self.activation, biases)
 
     def on_weights_updated(self) -> None:
         """Nothing is derived from the weights."""

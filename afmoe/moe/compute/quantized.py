@@ -11,10 +11,11 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
+from afmoe.moe.compute import why_not_these_experts
 from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
 from afmoe.moe.compute.kernels import why_no_kernels
 from afmoe.moe.compute.rounding import Rounding
-from afmoe.moe.grouped_mm import product_dtype
+from afmoe.moe.grouped_mm import Biases, product_dtype
 
 if TYPE_CHECKING:
     from afmoe.moe.compute.kernels.autograd import KernelExperts
@@ -79,10 +80,13 @@ class QuantizedCompute(ABC):
         hidden_size: int,
         intermediate_size: int,
         activation: str,
+        gated: bool = True,
+        has_bias: bool = False,
     ) -> str | None:
-        if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
-            return None
         choice = f"moe/compute={cls.name}"
+        refusal = why_not_these_experts(choice, gated, has_bias, "use moe/compute=native")
+        if refusal or config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
+            return refusal
         instead = "use moe/compute=bf16, or moe.compute.emulate=true, which is slower"
         if not hardware.is_cuda:
             choice += " with moe.compute.emulate=false"
@@ -90,8 +94,16 @@ class QuantizedCompute(ABC):
         return why_no_kernels(choice, hardware, cls.capability, instead)
 
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+        self,
+        x_RD: Tensor,
+        offsets_L: Tensor,
+        gate_LFD: Tensor | None,
+        up_LFD: Tensor,
+        down_LDF: Tensor,
+        biases: Biases | None = None,
     ) -> Tensor:
+        assert gate_LFD is not None
+        assert biases is None
         x_RD = x_RD.to(product_dtype(x_RD))
         weights = (gate_LFD, up_LFD, down_LDF)
         if not self.emulates:

@@ -1,11 +1,12 @@
-"""The gated MLP of many experts on the kernels: one autograd node, forward and backward, in any format.
+"""The MLP of many experts on the kernels: one autograd node, forward and backward, in any format.
 
-Saved for backward: the copy of x for the weight gradients and the two products before the activation; the
-hidden rows are computed again. In fp8 that is hidden_size + 4 x intermediate_size bytes a row in bf16 models.
+Saved for backward: the copy of x for the weight gradients and the products before the activation; the hidden
+rows are computed again. In fp8 that is hidden_size + 4 x intermediate_size bytes a row in bf16 models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,19 +27,22 @@ class KernelExperts:
         self.activation = activation
         self.weight_copies = WeightCopies()
 
+    # keyed by addresses and versions of the weights, which a compiled graph does not have
+    @torch.compiler.disable
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, down_LDF: Tensor
+        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor | None, up_LFD: Tensor, down_LDF: Tensor
     ) -> Tensor:
-        """(activation(x @ gate.T) * (x @ up.T)) @ down.T per expert. Contract: `afmoe.moe.compute`.
+        """activation.hidden(x @ gate.T, x @ up.T) @ down.T per expert. Contract: `afmoe.moe.compute`.
 
-        Gate and up product, hidden rows and y have the dtype of x; gradients that of what they belong to.
+        The products before the activation, hidden rows and y have the dtype of x; gradients that of what they
+        belong to.
         """
-        weights = (gate_LFD, up_LFD, down_LDF)
+        weights = tuple(weight for weight in (gate_LFD, up_LFD, down_LDF) if weight is not None)
         if torch.is_grad_enabled():
             stored = self.weight_copies.of(weights, self._store_for_training)
         else:
             stored = self._store(weights, transposed=False)
-        return _GatedMlp.apply(x_RD, *weights, offsets_L, self.activation, self.products, stored)
+        return _ExpertMlp.apply(offsets_L, self.activation, self.products, stored, x_RD, *weights)
 
     def on_weights_updated(self) -> None:
         self.weight_copies.drop()
@@ -50,74 +54,75 @@ class KernelExperts:
         return [self.products.store_weight(weight.detach(), transposed=transposed) for weight in weights]
 
 
-class _GatedMlp(torch.autograd.Function):
+class _ExpertMlp(torch.autograd.Function):
+    """`weights` are gate (where there is one), up and down; `stored` is the same in the products' format."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x_RD: Tensor,
-        gate_LFD: Tensor,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
         offsets_L: Tensor,
         activation: Activation,
         products: Products,
-        weights: list[Weight],
+        stored: list[Weight],
+        x_RD: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        gate, up, down = weights
+        *first, down = stored
         layout = TileLayout.of(offsets_L, x_RD.shape[0])
-        _, needs_gate, needs_up, _ = ctx.needs_input_grad[:4]
-        x_rows, x_columns = products.store(x_RD, layout, rows=True, columns=needs_gate or needs_up)
-        gated_RF = x_RD.new_empty(x_RD.shape[0], gate_LFD.shape[1])
-        raised_RF = torch.empty_like(gated_RF)
-        products.multiply([(x_rows, gate.forward)], layout, gated_RF)
-        products.multiply([(x_rows, up.forward)], layout, raised_RF)
-        hidden_rows, _ = products.store(activation(gated_RF) * raised_RF, layout, rows=True, columns=False)
-        y_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-        products.multiply([(hidden_rows, down.forward)], layout, y_RD)
-        ctx.save_for_backward(gated_RF, raised_RF, *x_columns)
-        ctx.layout, ctx.activation, ctx.products, ctx.weights = layout, activation, products, weights
-        ctx.like = [(weight.shape, weight.dtype) for weight in (gate_LFD, up_LFD, down_LDF)]
+        needs_first = any(ctx.needs_input_grad[5:-1])
+        x_rows, x_columns = products.store(x_RD, layout, rows=True, columns=needs_first)
+        results_RF = [
+            products.multiply([(x_rows, weight.forward)], layout, _new_rows(x_RD, source.shape[1]))
+            for weight, source in zip(first, weights, strict=False)
+        ]
+        hidden_rows, _ = products.store(activation.hidden(*results_RF), layout, rows=True, columns=False)
+        y_RD = products.multiply([(hidden_rows, down.forward)], layout, _new_rows(x_RD, x_RD.shape[1]))
+        ctx.save_for_backward(*results_RF, *x_columns)
+        ctx.layout, ctx.activation, ctx.products, ctx.stored = layout, activation, products, stored
+        ctx.like = [(weight.shape, weight.dtype) for weight in weights]
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gated_RF, raised_RF, *x_columns = ctx.saved_tensors
-        gate, up, down = ctx.weights
+        *first, down = ctx.stored
+        results_RF, x_columns = ctx.saved_tensors[: len(first)], ctx.saved_tensors[len(first) :]
         layout: TileLayout = ctx.layout
         activation: Activation = ctx.activation
         products: Products = ctx.products
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        needs_x, *needs_first, needs_down = ctx.needs_input_grad[4:]
+        needs_hidden = needs_x or any(needs_first)
 
-        def weight_gradient(which: int, grad_columns: Stored, columns: Stored) -> Tensor:
-            shape, dtype = ctx.like[which]
-            out = gated_RF.new_empty(shape, dtype=dtype)
-            return products.weight_gradient(grad_columns, columns, layout, out)
+        def weight_gradients(
+            grads_columns: Sequence[Stored], columns: Stored, like: Sequence[Any]
+        ) -> list[Tensor | None]:
+            return [
+                products.weight_gradient(grad, columns, layout, grad_y_RD.new_empty(shape, dtype=dtype))
+                if grad
+                else None
+                for grad, (shape, dtype) in zip(grads_columns, like, strict=True)
+            ]
 
-        grad_x_RD = grad_gate_LFD = grad_up_LFD = grad_down_LDF = None
-        needs_hidden = needs_x or needs_gate or needs_up
-        activated_RF = activation(gated_RF)
         grad_y_rows, grad_y_columns = products.store(grad_y_RD, layout, rows=needs_hidden, columns=needs_down)
-        if needs_down:
-            _, hidden_columns = products.store(activated_RF * raised_RF, layout, rows=False, columns=True)
-            grad_down_LDF = weight_gradient(2, grad_y_columns, hidden_columns)
+        grad_x_RD, grad_first = None, [None] * len(first)
         if needs_hidden:
-            grad_hidden_RF = torch.empty_like(gated_RF)
+            grad_hidden_RF = torch.empty_like(results_RF[0])
             products.multiply([(grad_y_rows, down.transposed)], layout, grad_hidden_RF)
-            grad_raised_RF = activated_RF.mul_(grad_hidden_RF)
-            grad_gated_RF = activation.backward(grad_hidden_RF.mul_(raised_RF), gated_RF)
-            gated_rows, gated_columns = products.store(
-                grad_gated_RF, layout, rows=needs_x, columns=needs_gate
-            )
-            raised_rows, raised_columns = products.store(
-                grad_raised_RF, layout, rows=needs_x, columns=needs_up
-            )
-            if needs_gate:
-                grad_gate_LFD = weight_gradient(0, gated_columns, tuple(x_columns))
-            if needs_up:
-                grad_up_LFD = weight_gradient(1, raised_columns, tuple(x_columns))
+            hidden_RF, grads_RF = activation.hidden_backward(grad_hidden_RF, *results_RF)
+            copies = [
+                products.store(grad, layout, rows=needs_x, columns=needed)
+                for grad, needed in zip(grads_RF, needs_first, strict=True)
+            ]
+            grad_first = weight_gradients([columns for _, columns in copies], x_columns, ctx.like[:-1])
             if needs_x:
-                grad_x_RD = grad_y_RD.new_empty(grad_y_RD.shape)
-                pairs = [(gated_rows, gate.transposed), (raised_rows, up.transposed)]
-                products.multiply(pairs, layout, grad_x_RD)
-        return grad_x_RD, grad_gate_LFD, grad_up_LFD, grad_down_LDF, None, None, None, None
+                pairs = [(rows, weight.transposed) for (rows, _), weight in zip(copies, first, strict=True)]
+                grad_x_RD = products.multiply(pairs, layout, _new_rows(grad_y_RD, grad_y_RD.shape[1]))
+        else:
+            hidden_RF = activation.hidden(*results_RF)
+        _, hidden_columns = products.store(hidden_RF, layout, rows=False, columns=needs_down)
+        grad_down = weight_gradients([grad_y_columns], hidden_columns, ctx.like[-1:])
+        return None, None, None, None, grad_x_RD, *grad_first, *grad_down
+
+
+def _new_rows(like_RD: Tensor, size: int) -> Tensor:
+    return like_RD.new_empty(like_RD.shape[0], size)
