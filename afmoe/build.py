@@ -15,11 +15,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedTokenizerBase
 
 from afmoe.attention import check_attention
 from afmoe.checkpoint.config_file import config_fields, read_config
-from afmoe.checkpoint.hub import resolve_pretrained
+from afmoe.checkpoint.hub import resolve_pretrained, resolve_tokenizer
 from afmoe.checkpoint.layouts import LAYOUTS
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.checkpoint.pretrained import load_pretrained
@@ -69,7 +70,8 @@ def make_tokenizer(config: RunConfig, pretrained: Path | None) -> PreTrainedToke
         if not has_tokenizer(pretrained):
             raise ConfigError(f"model.pretrained={pretrained} holds no tokenizer; set tokenizer.path")
         return load_tokenizer(str(pretrained))
-    return load_tokenizer(config.tokenizer.path)
+    path = config.tokenizer.path
+    return load_tokenizer(None if path is None else str(resolve_tokenizer(path)))
 
 
 def find_pretrained(config: ModelConfig) -> Path | None:
@@ -236,8 +238,14 @@ def make_callbacks(
     return callbacks
 
 
-def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.Trainer:
+def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback], hardware: Hardware) -> pl.Trainer:
     settings = dataclasses.asdict(config.trainer)
+    if isinstance(settings["devices"], list) and not hardware.is_cuda:
+        # CPU processes have no numbers
+        settings["devices"] = len(settings["devices"])
+    if isinstance(settings["val_check_interval"], float):
+        # a share is one of an epoch
+        settings["check_val_every_n_epoch"] = settings["check_val_every_n_epoch"] or 1
     strategy = build(configure("trainer/strategy", settings.pop("strategy"))).strategy
     logger = build(
         configure("logger", config.logger), directory=run.directory, first_step=run.resume_step
@@ -251,16 +259,19 @@ def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback]) -> pl.T
         log.info("a sweep runs its jobs one after the other, on one device each")
     if settings["max_epochs"] is None:
         settings["max_epochs"] = -1
-    return pl.Trainer(
-        **settings,
-        strategy=strategy,
-        logger=logger or False,
-        callbacks=callbacks,
-        plugins=[RunCheckpointIO()],
-        default_root_dir=run.directory,
-        use_distributed_sampler=False,
-        reload_dataloaders_every_n_epochs=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=bool(config.checkpoint.every_n_steps),
-        enable_model_summary=False,
-    )
+    try:
+        return pl.Trainer(
+            **settings,
+            strategy=strategy,
+            logger=logger or False,
+            callbacks=callbacks,
+            plugins=[RunCheckpointIO()],
+            default_root_dir=run.directory,
+            use_distributed_sampler=False,
+            reload_dataloaders_every_n_epochs=1,
+            num_sanity_val_steps=0,
+            enable_checkpointing=bool(config.checkpoint.every_n_steps),
+            enable_model_summary=False,
+        )
+    except MisconfigurationException as error:
+        raise ConfigError(f"trainer: {error}") from error

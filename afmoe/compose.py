@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from afmoe import CONF_DIRECTORY
 from afmoe.checkpoint.directory import remove_if_empty
-from afmoe.conf_tree import compose_defaults, config_groups
+from afmoe.conf_tree import compose_defaults, config_groups, group_options
 from afmoe.config import AfmoeConfig, RunConfig
 from afmoe.errors import (
     ConfigError,
@@ -48,7 +48,7 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
         def task(cfg: DictConfig) -> Any:
             try:
                 return function(typed_config(cfg))
-            except UserError as error:
+            except (UserError, MemoryError) as error:
                 # a sweep goes on with its other jobs and fails at its end; a single run ends here, with one
                 # line only
                 if HydraConfig.get().mode == RunMode.MULTIRUN or full_traces_wanted():
@@ -80,6 +80,10 @@ def typed_config(cfg: DictConfig) -> RunConfig:
     }
     overrides = [str(override) for override in settings.overrides.task]
     OmegaConf.resolve(cfg)
+    for group, choice in choices.items():
+        if choice is None and group != "experiment":
+            options = ", ".join(group_options(str(group)))
+            raise ConfigError(f"{group} needs an option, got null; choose one of: {options}")
     # Hydra's list of choices leaves out the groups of which several options may be chosen
     chosen = cfg.get("callbacks")
     choices["callbacks"] = list(chosen) if isinstance(chosen, DictConfig) else []
@@ -120,6 +124,10 @@ def _as_overrides(choices: dict[Any, Any]) -> list[str]:
     return chosen if not searchpath else [*chosen, f"hydra.searchpath={text(list(searchpath))}"]
 
 
+# values that Lightning takes as a number, a share or a word; `TrainerConfig` judges them
+_OF_SEVERAL_TYPES = ("trainer.devices", "trainer.val_check_interval", "trainer.overfit_batches")
+
+
 def _compare(path: str, node: Any, default: Any) -> None:
     """Refuse what differs from the defaults in kind: an unknown key, a replaced section, a value of another
     type.
@@ -127,6 +135,10 @@ def _compare(path: str, node: Any, default: Any) -> None:
     if isinstance(default, DictConfig):
         if not isinstance(node, DictConfig):
             raise ConfigError(_replaced_section(path, node, default))
+        for key in default:
+            if key not in node:
+                inner = f"{path}.{key}" if path else str(key)
+                raise ConfigError(f"~{inner}: a key cannot be taken away; give it a value, or null")
         for key in node:
             inner = f"{path}.{key}" if path else str(key)
             if key not in default:
@@ -135,7 +147,10 @@ def _compare(path: str, node: Any, default: Any) -> None:
             # itself
             if not OmegaConf.is_interpolation(default, str(key)) and default[key] is not None:
                 _compare(inner, node[key], default[key])
-    elif node is not None and not _same_type(node, default):
+    elif path.endswith(".name") and node != default:
+        group = path.removesuffix(".name").replace(".", "/")
+        raise ConfigError(f"{path}={_text(node)}: choose the group, {group}={_text(node)}")
+    elif node is not None and path not in _OF_SEVERAL_TYPES and not _same_type(node, default):
         raise ConfigError(f"{path} takes {_type_name(default)}, got {_text(node)}")
 
 

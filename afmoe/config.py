@@ -7,6 +7,7 @@ own `Config`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from afmoe.errors import ConfigError
 
 SLIDING_ATTENTION = "sliding_attention"
 FULL_ATTENTION = "full_attention"
+STRETCHED_ROPE_TYPES = ("llama3", "yarn", "longrope")
+"""Rotary types that stretch a trained length: `max_position_embeddings` where nothing else is said."""
 
 
 @dataclass(kw_only=True)
@@ -99,6 +102,8 @@ class AfmoeConfig:
         if "type" in given:
             given.setdefault("rope_type", given.pop("type"))
         self.rope_parameters = {"rope_type": "default", "rope_theta": self.rope_theta or 10000.0} | given
+        if self.rope_parameters["rope_type"] in STRETCHED_ROPE_TYPES:
+            self.rope_parameters.setdefault("original_max_position_embeddings", self.max_position_embeddings)
 
     def _check(self) -> None:
         for name in (
@@ -207,10 +212,46 @@ class TrainerConfig:
         _at_least("trainer.num_nodes", self.num_nodes, 1)
         _at_least("trainer.accumulate_grad_batches", self.accumulate_grad_batches, 1)
         _at_least("trainer.log_every_n_steps", self.log_every_n_steps, 1)
+        self._check_devices()
+        _share_or_number("trainer.val_check_interval", self.val_check_interval, zero=False)
+        _share_or_number("trainer.limit_train_batches", self.limit_train_batches, zero=False)
+        _share_or_number("trainer.limit_val_batches", self.limit_val_batches)
+        if self.overfit_batches is None:
+            raise ConfigError("trainer.overfit_batches takes a number or a share of the batches, got null")
+        _share_or_number("trainer.overfit_batches", self.overfit_batches)
+        self._check_whole_steps()
+        if self.check_val_every_n_epoch is not None:
+            _at_least("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
+        if self.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(self.max_time)):
+            raise ConfigError(f"trainer.max_time is written DD:HH:MM:SS, got {self.max_time}")
+        _one_of("trainer.profiler", self.profiler, (None, "simple", "advanced", "pytorch"))
         _at_least("trainer.max_steps", self.max_steps, -1)
         _one_of("trainer.precision", self.precision, PRECISIONS)
         if self.max_epochs is not None:
             _at_least("trainer.max_epochs", self.max_epochs, -1)
+
+    def _check_devices(self) -> None:
+        devices = self.devices
+        is_list = isinstance(devices, list) and devices
+        is_number = isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1
+        if devices != "auto" and not is_number and not is_list:
+            raise ConfigError(
+                f"trainer.devices takes auto, a number from 1 or a list of numbers, got {devices}"
+            )
+        if is_list and not all(isinstance(index, int) and index >= 0 for index in devices):
+            raise ConfigError(f"trainer.devices lists device numbers from 0, got {devices}")
+
+    def _check_whole_steps(self) -> None:
+        """Lightning steps at the end of a cut epoch although micro-batches are missing."""
+        for name in ("limit_train_batches", "overfit_batches"):
+            value = getattr(self, name)
+            if self.accumulate_grad_batches == 1 or value in (None, 0, 1.0):
+                continue
+            if isinstance(value, float) or value % self.accumulate_grad_batches:
+                raise ConfigError(
+                    f"trainer.{name} must be a multiple of trainer.accumulate_grad_batches="
+                    f"{self.accumulate_grad_batches}, so that optimizer steps are whole, got {value}"
+                )
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -274,6 +315,14 @@ class RunConfig:
     dry_run: bool = False
     """Check everything, read one batch, print the plan, train nothing."""
 
+    def __post_init__(self) -> None:
+        # the bound of numpy's generators
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must lie in [0, 4294967295], got {self.seed}")
+        parts = self.run_name.split("/")
+        if not self.run_name.isprintable() or any(part in ("", ".", "..") for part in parts):
+            raise ConfigError(f"run_name must be the name of a folder below outputs/, got {self.run_name!r}")
+
 
 def _at_least(name: str, value: int, bound: int) -> None:
     if value < bound:
@@ -285,6 +334,20 @@ def _positive(name: str, value: float) -> None:
         raise ConfigError(f"{name} must be positive, got {value}")
 
 
-def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:
     if value not in valid:
-        raise ConfigError(f"{name} must be one of {', '.join(valid)}, got {value}")
+        listed = ", ".join("null" if one is None else one for one in valid)
+        raise ConfigError(f"{name} must be one of {listed}, got {value}")
+
+
+def _share_or_number(name: str, value: Any, *, zero: bool = True) -> None:
+    """Lightning's two readings: a whole number of batches, or with a decimal point a share from 0 to 1."""
+    if value is None:
+        return
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_share = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not (is_number or is_share) or (value == 0 and not zero):
+        bound = "0" if zero else "1"
+        raise ConfigError(
+            f"{name} takes a whole number from {bound} or a share up to 1.0, or null, got {value}"
+        )

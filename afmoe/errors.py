@@ -70,6 +70,11 @@ def one_line_errors(config_name: str) -> Iterator[None]:
             raise
         show(error)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        if full_traces_wanted():
+            raise
+        show(UserError("interrupted"))
+        raise SystemExit(130) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         # of plain value errors only the one that Hydra raises for `group=5` is the person's
         is_mistake = isinstance(error, HydraException | OmegaConfBaseException) or "group override" in str(

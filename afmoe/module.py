@@ -50,7 +50,7 @@ class AfmoeModule(pl.LightningModule):
         """Global norm before clipping, of the last optimizer step."""
         self.validation = nn.ModuleDict(
             {
-                name: SumMetric()
+                name: SumMetric(nan_strategy="disable")
                 for name in ("loss_sum", "labels", "right_labels", "documents", "right_documents")
             }
         )

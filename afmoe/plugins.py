@@ -84,7 +84,7 @@ def import_outside_plugins() -> None:
             entry_point.load()
         # any exception: the import runs another package's code, and its faults must not stop a run that needs
         # none of it
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.warning(
                 "outside plugin %s (%s) failed to import: %s", entry_point.name, entry_point.value, error
             )

@@ -177,9 +177,7 @@ def _decide(config: RunConfig, directory: Path) -> Run:
                 f"{checkpoint_step(newest)}; choose another run_name, or continue it with resume=auto"
             )
     if newest is None:
-        if (directory / "checkpoints").exists():
-            log.warning("no whole checkpoint in %s: starting at step 0", _short(directory))
-        return Run(directory, None, 0, False)
+        return _decide_without_checkpoint(config, directory)
     step = checkpoint_step(newest)
     refuse_changes(config, _stored_config(directory), newest)
     if _is_finished(config, directory, step):
@@ -192,6 +190,23 @@ def _decide(config: RunConfig, directory: Path) -> Run:
         return Run(directory, newest, step, True)
     log.info("continuing %s from step %d", _short(directory), step)
     return Run(directory, newest, step, False)
+
+
+def _decide_without_checkpoint(config: RunConfig, directory: Path) -> Run:
+    finished = _read_json(directory / "metrics.json")
+    if finished.get("status") == "finished":
+        step = int(finished["train/steps"])
+        refuse_changes(config, _stored_config(directory), directory)
+        if not _is_finished(config, directory, step):
+            raise ConfigError(
+                f"{_short(directory)} is finished at step {step} and kept no checkpoint to continue from; "
+                "choose another run_name, or start anew with resume=never overwrite=true"
+            )
+        log.info("%s is finished at step %d", _short(directory), step)
+        return Run(directory, None, step, True)
+    if (directory / "checkpoints").exists():
+        log.warning("no whole checkpoint in %s: starting at step 0", _short(directory))
+    return Run(directory, None, 0, False)
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -216,18 +231,41 @@ def _checkpoint_at(path: Path) -> Path:
 
 def _stored_config(directory: Path) -> dict[str, Any] | None:
     path = directory / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unreadable(path) from error
+    if not isinstance(stored, dict):
+        raise _unreadable(path)
+    return stored
 
 
 def started_from(directory: Path) -> str | None:
     """The checkpoint of another run that this folder's run began with, by its `run.json`."""
-    path = directory / "run.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("started_from") if path.exists() else None
+    return _read_json(directory / "run.json").get("started_from")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a file of the run folder holds; nothing where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(path) from error
+    if not isinstance(content, dict):
+        raise _unreadable(path)
+    return content
+
+
+def _unreadable(path: Path) -> ConfigError:
+    return ConfigError(f"{_short(path)} cannot be read: it is torn or was edited; delete it and start again")
 
 
 def _is_finished(config: RunConfig, directory: Path, step: int) -> bool:
-    path = directory / "metrics.json"
-    if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") != "finished":
+    if _read_json(directory / "metrics.json").get("status") != "finished":
         return False
     return config.trainer.max_steps == -1 or step >= config.trainer.max_steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -13,10 +14,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from afmoe.checkpoint.atomic import write_text
+from afmoe.errors import UserError
 from afmoe.model import iter_moe_blocks
 from afmoe.moe.statistics import max_violation
 
 _RECENT_STEPS = 20
+
+
+class Diverged(UserError):
+    """The loss is no number any more. Raised where it is read: at logs, checkpoints and the end."""
 
 
 class RunMetrics(Callback):
@@ -70,6 +76,7 @@ class RunMetrics(Callback):
             loss = trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")
             pl_module.log("train/loss", loss, prog_bar=True)
             pl_module.log("train/gradient_norm", pl_module.gradient_norm)
+            self.losses()
         # an asynchronous device has finished the steps up to here by the time its loss is read for the log
         now = time.perf_counter()
         self.seconds += now - self._mark
@@ -99,6 +106,11 @@ class RunMetrics(Callback):
         if self.recent_losses and self._trainer is not None:
             shares = torch.stack(list(self.recent_losses))
             fresh = self._trainer.strategy.reduce(shares, reduce_op="sum").tolist()
+            if not all(map(math.isfinite, fresh)):
+                raise Diverged(
+                    f"the loss is {fresh[-1]} by step {self._trainer.global_step}: lower optim.lr or set "
+                    "optim.gradient_clip; earlier checkpoints are whole"
+                )
         return [*self._resumed_losses, *fresh][-_RECENT_STEPS:]
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +136,10 @@ class RunMetrics(Callback):
 
 def write_metrics(path: Path, trainer: Trainer, metrics: RunMetrics, status: str) -> dict[str, Any]:
     """Write `metrics.json` (rank 0) and return what it holds. Every rank has to call it."""
-    losses = metrics.losses()
+    try:
+        losses = metrics.losses()
+    except Diverged:
+        losses = []
     values: dict[str, Any] = {
         "status": status,
         "train/loss": sum(losses) / len(losses) if losses else None,
@@ -132,7 +147,8 @@ def write_metrics(path: Path, trainer: Trainer, metrics: RunMetrics, status: str
         "train/tokens": metrics.tokens,
         "train/tokens_per_second": metrics.tokens / metrics.seconds if metrics.seconds else None,
         "moe/max_violation": metrics.max_violation,
-        **metrics.validation,
+        # NaN is no JSON
+        **{name: value if math.isfinite(value) else None for name, value in metrics.validation.items()},
     }
     if trainer.is_global_zero:
         write_text(path, json.dumps(values, indent=2) + "\n")

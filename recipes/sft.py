@@ -47,14 +47,14 @@ def train(config: RunConfig, run: Run) -> float | None:
         accumulate=config.trainer.accumulate_grad_batches,
     )
     data.setup()
+    metrics = RunMetrics()
+    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, [metrics]), hardware)
     if config.dry_run:
         screens.show_plan(config, source, data, hardware)
         return None
 
     model = build.make_model(config, source, tokenizer, hardware, weights_follow=run.resume_from is not None)
     module = build.make_module(config, model, data)
-    metrics = RunMetrics()
-    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, [metrics]))
     finish.record_start(config, run, data, tokenizer)
     screens.show_start(config, run, model, data, hardware, trainer)
 

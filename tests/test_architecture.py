@@ -63,6 +63,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
+    modules = {module_name(file) for file in our_files()}
     names: set[str] = set()
     type_checking: set[ast.AST] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -75,8 +76,9 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    modules = {module_name(file) for file in our_files()}
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            # `from package import module` imports the module
+            names |= inner if inner <= modules else {node.module, *inner}
     return {name for name in names if name in modules}
 
 

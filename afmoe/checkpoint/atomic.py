@@ -41,6 +41,8 @@ def new_directory(destination: Path) -> Iterator[Path]:
     `MachineError` with the reason. A kill between the two renames is mended by `recover(destination)`.
     """
     destination = Path(os.path.abspath(destination))
+    if destination.exists() and not destination.is_dir():
+        raise MachineError(f"{destination} is a file, a directory is to be written there; choose another name")
     temporary = hidden_sibling(destination, NEW)
     with disk_errors(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,10 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_path: str | None = None) -> None:
         self.tokenizer = tokenizer
         if template_path is not None:
-            tokenizer.chat_template = Path(template_path).expanduser().read_text(encoding="utf-8")
+            try:
+                tokenizer.chat_template = Path(template_path).expanduser().read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"data.chat_template={template_path} is no text file: {error}") from error
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError("the tokenizer has no chat template; give data.chat_template=FILE")
         if not GENERATION_MARK.search(tokenizer.chat_template):

@@ -16,7 +16,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RowError("not UTF-8", f"byte {error.start}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RowError("bad JSON", str(error)) from error
     if not isinstance(record, dict):
         raise RowError("not an object", f"a {type(record).__name__}")
@@ -95,7 +95,7 @@ def _read_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise RowError("tool arguments are not JSON", str(error)) from error
     if not isinstance(arguments, dict):
         raise RowError("tool arguments are no object", f"a {type(arguments).__name__}")
@@ -109,7 +109,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise RowError("tools are not JSON", str(error)) from error
     return _objects("tools", tools) if tools else None
 

@@ -28,7 +28,7 @@ class AdamW:
         def __post_init__(self) -> None:
             if not self.lr > 0:
                 raise ConfigError(f"optim.lr must be positive, got {self.lr}")
-            if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            if self.betas is None or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
                 raise ConfigError(f"optim.betas takes two numbers in [0, 1), got {self.betas}")
             if not self.eps > 0:
                 raise ConfigError(f"optim.eps must be positive, got {self.eps}")
