@@ -1,7 +1,8 @@
-# make sft        set up, then the main job: an AFMoE model learns on this machine's CPU, experts in fp8
-# make test       set up, then the tests (under 8 minutes on 2 cores)
-# make test-all   the slow tests too
-# make check      lint, format, types
+# make sft          set up, then the main job: an AFMoE model learns on this machine's CPU, experts in fp8
+# make test         set up, then the tests (under 8 minutes on 2 cores)
+# make test-all     the slow tests too
+# make test-oldest  parity and checkpoints against the oldest transformers that pyproject.toml allows
+# make check        lint, format, types
 #
 # Set-up is a .venv in this folder, made once. On Linux the public index serves torch as a CUDA build of several
 # gigabytes; on a machine without a GPU point TORCH_INDEX at PyTorch's index of CPU wheels:
@@ -11,11 +12,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 
+# the first with AFMoE's experts as stacked tensors in memory; lower bound of pyproject.toml
+OLDEST_TRANSFORMERS := 5.4.0
+
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: sft setup test test-all check clean
+.PHONY: sft setup test test-all test-oldest check clean
 
 sft: setup
 	$(BIN)/python recipes/sft.py model=afmoe_mini moe/compute=fp8 trainer.accelerator=cpu
@@ -36,10 +41,22 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# in an environment of its own; what belongs to transformers is then as old as it asks for
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -m 'not slow' tests/model tests/checkpoint $(PYTEST_ARGS)
+
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	grep -v -E '^(transformers|tokenizers|huggingface_hub)==' constraints.txt >$(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+		transformers==$(OLDEST_TRANSFORMERS) -e '.[dev]'
+	touch $@
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache

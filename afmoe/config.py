@@ -101,7 +101,10 @@ class AfmoeConfig:
         given = dict((self.rope_scaling or {}) if self.rope_parameters is None else self.rope_parameters)
         if "type" in given:
             given.setdefault("rope_type", given.pop("type"))
-        self.rope_parameters = {"rope_type": "default", "rope_theta": self.rope_theta or 10000.0} | given
+        self.rope_parameters = {
+            "rope_type": "default",
+            "rope_theta": 10000.0 if self.rope_theta is None else self.rope_theta,
+        } | given
         if self.rope_parameters["rope_type"] in STRETCHED_ROPE_TYPES:
             self.rope_parameters.setdefault("original_max_position_embeddings", self.max_position_embeddings)
 
@@ -148,6 +151,9 @@ class AfmoeConfig:
         _one_of("norm_order", self.norm_order, ("scale_then_cast", "cast_then_scale"))
         _one_of("router_init", self.router_init, ("normal", "zero"))
         _positive("rms_norm_eps", self.rms_norm_eps)
+        _positive("rope_theta", self.rope_parameters["rope_theta"])
+        if not self.initializer_range >= 0:
+            raise ConfigError(f"initializer_range must not be negative, got {self.initializer_range}")
         if not 0.0 <= self.attention_dropout < 1.0:
             raise ConfigError(f"attention_dropout must lie in [0, 1), got {self.attention_dropout}")
 

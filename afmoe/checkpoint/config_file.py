@@ -58,8 +58,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 # ours: transformers knows neither these fields nor another value than the one here
 _VALUES_IN_TRANSFORMERS = {"norm_order": "scale_then_cast", "score_func": "sigmoid", "route_norm": True}
 _OUR_FIELDS = {*_VALUES_IN_TRANSFORMERS, "router_init", "rope_theta", "rope_scaling"}
-# transformers fills this in for the rotary types that stretch a trained length
-_STRETCHED_ROPE_TYPES = ("llama3", "yarn", "longrope")
+
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -99,7 +98,8 @@ def read_config(directory: Path) -> AfmoeConfig:
         config = AfmoeConfig(**chosen)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return _with_transformers_rope(config)
+    # the older form is in `rope_parameters` by now
+    return dataclasses.replace(config, rope_theta=None, rope_scaling=None)
 
 
 def config_fields(config: AfmoeConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def config_fields(config: AfmoeConfig, layout: str, dtype: torch.dtype) -> dict[
     """
     if layout in ("hf", "hf_fused"):
         check_expressible(config, layout)
-    fields = dataclasses.asdict(_with_transformers_rope(config))
+    fields = dataclasses.asdict(config)
     # a subclass may hold more than the model, such as where its weights came from
     fields = {field.name: fields[field.name] for field in dataclasses.fields(AfmoeConfig)}
     for name in _OUR_FIELDS:
@@ -181,11 +181,3 @@ def _check_rope(path: Path, fields: dict[str, Any]) -> None:
     factor = (parameters or scaling or {}).get("partial_rotary_factor", 1.0)
     if factor != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor={factor!r} is not supported, only 1.0")
-
-
-def _with_transformers_rope(config: AfmoeConfig) -> AfmoeConfig:
-    """The same config, its rotary settings all in `rope_parameters` and completed as by transformers."""
-    parameters = dict(config.rope_parameters or {})
-    if parameters["rope_type"] in _STRETCHED_ROPE_TYPES:
-        parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-    return dataclasses.replace(config, rope_parameters=parameters, rope_theta=None, rope_scaling=None)

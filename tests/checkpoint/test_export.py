@@ -64,10 +64,9 @@ def test_the_pipeline_writes_the_tokens_that_our_generate_writes(tmp_path, token
     assert len(set(ours)) > 8
 
     write = pipeline("text-generation", str(tmp_path / "export"))
-    assert (
-        write(prompt, max_new_tokens=40, return_tensors=True)[0]["generated_token_ids"][ids.shape[1] :]
-        == ours
-    )
+    # older pipelines draw where nothing else is said
+    theirs = write(prompt, max_new_tokens=40, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+    assert theirs[ids.shape[1] :] == ours
 
     messages = [{"role": "user", "content": "Reverse: abc"}]
     again = AutoTokenizer.from_pretrained(tmp_path / "export")

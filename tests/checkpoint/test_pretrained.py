@@ -126,7 +126,11 @@ def test_bf16_is_written_as_transformers_does_with_the_bias_in_fp32(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert theirs.dtype == torch.bfloat16
     theirs.save_pretrained(tmp_path / "theirs")
-    assert table(tmp_path / "ours") == table(tmp_path / "theirs")
+    expected = table(tmp_path / "theirs")
+    if "expert_bias" not in (theirs._keep_in_fp32_modules_strict or ()):
+        # before 5.24 transformers rounded the bias when it loaded it
+        expected |= {key: ([11], "F32") for key in expected if key.endswith("expert_bias")}
+    assert table(tmp_path / "ours") == expected
     assert table(tmp_path / "ours")["model.layers.1.mlp.expert_bias"] == ([11], "F32")
 
     again = load(tmp_path / "ours", dtype=torch.bfloat16)

@@ -34,6 +34,23 @@ SMALL: dict[str, Any] = {
 }
 """Every default trait: dense prefix, sliding and full layers, grouped heads, shared expert, muP."""
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 48,
+    "short_factor": [1.0 + 0.1 * step for step in range(8)],
+    "long_factor": [1.0 + 0.5 * step for step in range(8)],
+}
+
 
 def our_model(
     *, seed: int = 0, attention: str = "sdpa", compute: str = "native", **fields: Any

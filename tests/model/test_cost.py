@@ -116,10 +116,10 @@ def test_the_whole_model_is_one_graph_forward_and_backward_whatever_is_routed_wh
 
     def compare(seed: int) -> None:
         (loss, grads), (expected_loss, expected_grads) = run(compiled, seed), run(model, seed)
-        # measured: fp32 2.0e-7 and 2.4e-6, bf16 LOSS and GRADS
+        # measured: fp32 2.0e-7 and 2.4e-6, bf16 7.4e-5 and 4.3e-2
         loss_tolerance, gradient_tolerance = {
             torch.float32: (TOLERANCE, TOLERANCE),
-            torch.bfloat16: (1e-2, 3e-1),
+            torch.bfloat16: (1e-3, 1.5e-1),
         }[dtype]
         assert deviation(loss, expected_loss) <= loss_tolerance
         assert gradient_deviation(grads, expected_grads) <= gradient_tolerance

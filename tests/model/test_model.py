@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from parity import SMALL, TOLERANCE, deviation, gradients, our_model, random_ids
+from parity import LLAMA3, LONGROPE, SMALL, TOLERANCE, YARN, deviation, gradients, our_model, random_ids
 from transformers import AfmoeConfig as TransformersConfig
 
 from afmoe import AfmoeConfig, AfmoeForCausalLM, AfmoeModel, iter_moe_blocks
@@ -137,6 +137,20 @@ def test_defaults_equal_transformers():
     for field in dataclasses.fields(AfmoeConfig):
         if field.name not in own:
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, LONGROPE], ids=["yarn", "llama3", "longrope"])
+@pytest.mark.parametrize("in_old_form", [False, True], ids=["new_form", "old_form"])
+def test_a_stretched_length_defaults_to_the_models_as_in_transformers(rope: dict, in_old_form: bool):
+    rope = {name: value for name, value in rope.items() if name != "original_max_position_embeddings"}
+    expected = TransformersConfig(**SMALL, rope_parameters=dict(rope)).rope_parameters
+    if in_old_form:
+        theta = rope.pop("rope_theta")
+        ours = AfmoeConfig(**SMALL, rope_theta=theta, rope_scaling=rope)
+    else:
+        ours = AfmoeConfig(**SMALL, rope_parameters=rope)
+    assert ours.rope_parameters == expected
+    assert ours.rope_parameters["original_max_position_embeddings"] == SMALL["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])

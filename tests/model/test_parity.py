@@ -7,27 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity import SMALL, TOLERANCE, compare, deviation, pair, random_ids
+from parity import LLAMA3, LONGROPE, SMALL, TOLERANCE, YARN, compare, deviation, pair, random_ids
 
 # transformers' shared expert of width 0 warns when it is initialised
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 48,
-    "short_factor": [1.0 + 0.1 * step for step in range(8)],
-    "long_factor": [1.0 + 0.5 * step for step in range(8)],
-}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default_traits": {},
