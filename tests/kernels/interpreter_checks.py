@@ -8,6 +8,7 @@ contract's products in fp64.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -24,74 +25,22 @@ from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outp
 from interpreter_repair import faults, repair
 from torch import Tensor
 
-from afmoe.moe import quantization as contract
+from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute.kernels.autograd import KernelExperts
-from afmoe.moe.compute.kernels.bf16 import Bf16Products
-from afmoe.moe.compute.kernels.fp8 import Fp8Products
+from afmoe.moe.compute.kernels.contract import (
+    FORMATS,
+    ProjectionCase,
+    num_different,
+    products_as_written,
+    products_of_kernels,
+    stored_copies,
+)
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
-from afmoe.moe.compute.kernels.mxfp8 import Mxfp8Products
 
 Figures = dict[str, float]
 # the first pair: whole blocks; the second: partial ones; the third: rows whose address is no multiple of 16
 SIZES = [(256, 128), (200, 136), (33, 30)]
-
-
-class Bf16Contract:
-    """What the operands of each product stand for, in fp64."""
-
-    products = Bf16Products()
-
-    def rows(self, x_RK: Tensor) -> Tensor:
-        return x_RK.bfloat16().double()
-
-    def columns(self, x_RK: Tensor, offsets_L: Tensor) -> Tensor:
-        return x_RK.bfloat16().double()
-
-    def weight(self, w_LNK: Tensor, dim: int) -> Tensor:
-        return w_LNK.bfloat16().double()
-
-
-class Fp8Contract:
-    def __init__(self, scales: str, wgrad: str = "fp8") -> None:
-        self.scales, self.wgrad = scales, wgrad
-        self.products = Fp8Products(scales, wgrad)
-
-    def rows(self, x_RK: Tensor) -> Tensor:
-        return contract.dequantize_rows(*contract.quantize_rows(x_RK, self.scales)).double()
-
-    def columns(self, x_RK: Tensor, offsets_L: Tensor) -> Tensor:
-        if self.wgrad == "bf16":
-            return x_RK.bfloat16().double()
-        quantized = contract.quantize_columns(x_RK, offsets_L, self.scales)
-        return contract.dequantize_columns(*quantized, offsets_L).double()
-
-    def weight(self, w_LNK: Tensor, dim: int) -> Tensor:
-        return contract.dequantize_weights(*contract.quantize_weights(w_LNK, self.scales)).double()
-
-
-class Mxfp8Contract:
-    products = Mxfp8Products()
-
-    def rows(self, x_RK: Tensor) -> Tensor:
-        return contract.dequantize_rows(*contract.quantize_rows(x_RK, "ue8m0", 32), 32).double()
-
-    def columns(self, x_RK: Tensor, offsets_L: Tensor) -> Tensor:
-        quantized = contract.quantize_columns(x_RK, offsets_L, "ue8m0", 32)
-        return contract.dequantize_columns(*quantized, offsets_L, 32).double()
-
-    def weight(self, w_LNK: Tensor, dim: int) -> Tensor:
-        quantized = contract.quantize_mx_weights(w_LNK, dim)
-        return contract.dequantize_mx_weights(*quantized, dim).double()
-
-
-CONTRACTS: dict[str, Callable[[], Any]] = {
-    "bf16": Bf16Contract,
-    "fp8": lambda: Fp8Contract("fp32"),
-    "fp8-ue8m0": lambda: Fp8Contract("ue8m0"),
-    "fp8-wgrad-bf16": lambda: Fp8Contract("fp32", "bf16"),
-    "mxfp8": Mxfp8Contract,
-}
 
 
 def check_layout() -> Figures:
@@ -134,9 +83,12 @@ def check_products(name: str) -> Figures:
         case.x_RD *= torch.exp2(torch.randint(-6, 6, (case.x_RD.shape[0], 1)))
         grad_RF = torch.randn(case.x_RD.shape[0], intermediate_size)
         case.x_RD[case.num_rows :] = grad_RF[case.num_rows :] = float("nan")
-        results = _products(CONTRACTS[name](), case, grad_RF)
+        projection = ProjectionCase(case.x_RD, grad_RF, case.gate_LFD, case.up_LFD, case.offsets_L)
+        make_products, written = FORMATS[name]
+        values = products_of_kernels(make_products(), projection, torch.float32)
         where = f"{counts}, {hidden_size} x {intermediate_size}"
-        for product, (value, expected) in results.items():
+        for product, expected in products_as_written(written, projection).items():
+            value = values[product]
             figures[f"{product} {where}"] = deviation(value[: expected.shape[0]], expected)
             if product == "weight gradient":
                 empty = [value[expert] for expert, count in enumerate(case.counts) if count == 0]
@@ -144,46 +96,6 @@ def check_products(name: str) -> Figures:
             else:
                 figures[f"padding of {product} {where}, wrong"] = int((value[case.num_rows :] != 0).sum())
     return figures
-
-
-def _products(written: Any, case: Case, grad_RF: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """(value, contract) of each product of a projection."""
-    products, num_rows = written.products, case.num_rows
-    layout = TileLayout.of(case.offsets_L, case.x_RD.shape[0])
-    x_rows, x_columns = products.store(case.x_RD, layout, rows=True, columns=True)
-    grad_rows, grad_columns = products.store(grad_RF, layout, rows=True, columns=True)
-    gate = products.store_weight(case.gate_LFD, transposed=True)
-    up = products.store_weight(case.up_LFD, transposed=True)
-    borders = [0, *case.offsets_L.tolist()]
-    experts = [slice(start, end) for start, end in itertools.pairwise(borders)]
-    x_RD, grad = written.rows(case.x_RD[:num_rows]), written.rows(grad_RF[:num_rows])
-    gate_LFD = written.weight(case.gate_LFD, 2)
-    backward = [written.weight(weight, 1) for weight in (case.gate_LFD, case.up_LFD)]
-    x_col = written.columns(case.x_RD[:num_rows], case.offsets_L)
-    grad_col = written.columns(grad_RF[:num_rows], case.offsets_L)
-    input_grads = [torch.cat([grad[rows] @ w[e] for e, rows in enumerate(experts)]) for w in backward]
-    return {
-        "forward": (
-            products.multiply([(x_rows, gate.forward)], layout, torch.empty_like(grad_RF)),
-            torch.cat([x_RD[rows] @ gate_LFD[e].t() for e, rows in enumerate(experts)]),
-        ),
-        "input gradient": (
-            products.multiply([(grad_rows, gate.transposed)], layout, torch.empty_like(case.x_RD)),
-            input_grads[0],
-        ),
-        "input gradient of two weights": (
-            products.multiply(
-                [(grad_rows, gate.transposed), (grad_rows, up.transposed)],
-                layout,
-                torch.empty_like(case.x_RD),
-            ),
-            input_grads[0] + input_grads[1],
-        ),
-        "weight gradient": (
-            products.weight_gradient(grad_columns, x_columns, layout, torch.empty_like(case.gate_LFD)),
-            torch.stack([grad_col[rows].t() @ x_col[rows] for rows in experts]),
-        ),
-    }
 
 
 def check_quantizers(name: str) -> Figures:
@@ -194,10 +106,11 @@ def check_quantizers(name: str) -> Figures:
             COUNTS[0], num_padding_rows=5, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
         x_RD, w_LFD = _odd_values(case.x_RD).to(dtype), _odd_values(case.gate_LFD).to(dtype)
-        for copy, (value, expected) in _copies(name, x_RD, w_LFD, case).items():
-            # NaN counts as equal to NaN: its sign and payload carry nothing
-            same = (value.float() == expected.float()) | (value.isnan() & expected.isnan())
-            figures[f"{copy} {hidden_size} x {intermediate_size} {dtype}, wrong"] = int((~same).sum())
+        projection = ProjectionCase(x_RD, x_RD, w_LFD, w_LFD, case.offsets_L)
+        for copy, (value, expected) in stored_copies(name, projection).items():
+            figures[f"{copy} {hidden_size} x {intermediate_size} {dtype}, wrong"] = num_different(
+                value, expected
+            )
     return figures
 
 
@@ -214,72 +127,6 @@ def _odd_values(x: Tensor) -> Tensor:
     return x
 
 
-def _copies(name: str, x_RK: Tensor, w_LNK: Tensor, case: Case) -> dict[str, tuple[Tensor, Tensor]]:
-    """(value, contract) of each stored copy, cut to what the contract describes."""
-    num_rows, (size_n, size_k) = case.num_rows, w_LNK.shape[1:]
-    block = 32 if name == "mxfp8" else 128
-    scales = "fp32" if name == "fp8" else "ue8m0"
-    products = CONTRACTS[name]().products
-    layout = TileLayout.of(case.offsets_L, x_RK.shape[0])
-    (codes, row_scales), (column_codes, column_scales) = products.store(x_RK, layout, rows=True, columns=True)
-    weight = products.store_weight(w_LNK, transposed=True)
-    row_codes, expected_row_scales = contract.quantize_rows(x_RK[:num_rows], scales, block)
-    expected_columns, expected_column_scales = contract.quantize_columns(x_RK, case.offsets_L, scales, block)
-    # the slots of each expert's rows in the padded columns
-    firsts = layout.first_tile_of_expert.tolist()
-    slots = torch.cat(
-        [torch.arange(count) + TILE_ROWS * first for first, count in zip(firsts, case.counts, strict=False)]
-    )
-    blocks = torch.cat(
-        [
-            torch.arange(-(-count // block)) + TILE_ROWS // block * first
-            for first, count in zip(firsts, case.counts, strict=False)
-        ]
-    )
-    if name == "mxfp8":
-        forward = contract.quantize_mx_weights(w_LNK, 2)
-        backward = [t.transpose(1, 2) for t in contract.quantize_mx_weights(w_LNK, 1)]
-        row_scales, column_scales, *weight_scales = (
-            _power_of_two(t)
-            for t in (row_scales[:num_rows], column_scales.t(), weight.forward[1], weight.transposed[1])
-        )
-        row_blocks = row_scales[:, : expected_row_scales.shape[1]]
-        # e8m0 has no infinity: a block that holds one has the scale NaN
-        expected_row_scales, expected_column_scales, *weight_expected = (
-            torch.where(t.isinf(), float("nan"), t)
-            for t in (expected_row_scales, expected_column_scales, forward[1], backward[1])
-        )
-    else:
-        forward = contract.quantize_weights(w_LNK, scales)
-        backward = [t.transpose(1, 2) for t in forward]
-        row_blocks = row_scales[: expected_row_scales.shape[1], :num_rows].t()
-        weight_scales = [weight.forward[1], weight.transposed[1]]
-        weight_expected = [forward[1], backward[1]]
-    shapes = [expected.shape for expected in weight_expected]
-    return {
-        "row codes": (codes[:num_rows, :size_k], row_codes),
-        # codes behind the last value are zero, or NaN as their whole block is
-        "row padding": (
-            codes[:num_rows, size_k:],
-            torch.where(row_blocks[:, -1:].isnan(), float("nan"), 0.0).expand(-1, codes.shape[1] - size_k),
-        ),
-        "row scales": (row_blocks, expected_row_scales),
-        "column codes": (column_codes[:size_k].t()[slots], expected_columns),
-        "column scales": (column_scales[blocks][:, :size_k], expected_column_scales),
-        "weight codes": (weight.forward[0][:, :size_n, :size_k], forward[0]),
-        "transposed weight codes": (weight.transposed[0][:, :size_k, :size_n], backward[0]),
-        "weight scales": (weight_scales[0][:, : shapes[0][1], : shapes[0][2]], weight_expected[0]),
-        "transposed weight scales": (
-            weight_scales[1][:, : shapes[1][1], : shapes[1][2]],
-            weight_expected[1],
-        ),
-    }
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    return exponents.view(torch.float8_e8m0fnu).float()
-
-
 def check_layer(name: str) -> Figures:
     """The whole gated MLP: against the plugin that a CPU runs, and the contract of `afmoe.moe.compute`."""
     choice: Any = {
@@ -290,7 +137,7 @@ def check_layer(name: str) -> Figures:
         "mxfp8": "mxfp8",
     }[name]
     figures: Figures = {}
-    compute = KernelExperts(CONTRACTS[name]().products, activation_named("silu"))
+    compute = KernelExperts(FORMATS[name][0](), activation_named("silu"))
     for counts, dtype in (
         (COUNTS[0], torch.float32),
         (COUNTS[0], torch.bfloat16),
@@ -321,6 +168,7 @@ def check_layer(name: str) -> Figures:
         figures["without gradients, wrong"] = int((compute(*operands) != together["y_RD"]).sum())
     nothing = outputs_and_gradients(compute, make_case((0, 0)))
     figures["no row at all, wrong"] = sum(int((value != 0).sum()) for value in nothing.values())
+    figures |= _check_without_a_gate(name, case)
     # stored weights are used until the hook says that they changed
     compute(*operands)
     case.down_LDF.data.mul_(2.0)
@@ -330,9 +178,58 @@ def check_layer(name: str) -> Figures:
     return figures
 
 
+def _check_without_a_gate(name: str, case: Case) -> Figures:
+    """hidden = relu2(x @ up.T), against products in fp64 of operands that are not quantized."""
+    products = FORMATS[name][0]()
+    compute = KernelExperts(products, activation_named("relu2"))
+    leaves = [t.clone().requires_grad_() for t in (case.x_RD, case.up_LFD, case.down_LDF)]
+    y_RD = compute(leaves[0], case.offsets_L, None, *leaves[1:])
+    actual = (y_RD, *torch.autograd.grad(y_RD, leaves, case.grad_y_RD))
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    rows = exact[0][: case.num_rows].split(case.counts)
+    hidden = [torch.relu(x @ up.t()).square() for x, up in zip(rows, exact[1], strict=True)]
+    y = torch.cat([h @ down.t() for h, down in zip(hidden, exact[2], strict=True)])
+    expected = (y, *torch.autograd.grad(y, exact, case.grad_y_RD[: case.num_rows].double()))
+    names = ("y", "x", "up", "down")
+    return {
+        f"without a gate, {key}": deviation(value[: len(wanted)], wanted)
+        for key, value, wanted in zip(names, actual, expected, strict=True)
+    }
+
+
 def _in_bf16(compute: KernelExperts) -> Callable[..., Tensor]:
     """As the plugin `bf16` calls the kernels."""
     return lambda x_RD, *rest: compute(x_RD.bfloat16(), *rest).to(x_RD.dtype)
+
+
+def check_gpu_script() -> Figures:
+    """`scripts/check_gpu.py` for a GPU of sm_100 that is not there: all but the clock and the waiting."""
+    sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
+    import check_gpu
+    import gpu_speed
+
+    def run_once(run: Callable[[], Any]) -> Any:
+        run()
+        return gpu_speed.Timing(median_ms=1.0, spread=0.0)
+
+    gpu_speed.measure, gpu_speed.NUM_TOKENS = run_once, 64
+    hardware = Hardware(device_type="cuda", name="none", capability=(10, 0), has_triton=True)
+    device, report = torch.device("cpu"), check_gpu.Report({})
+    check_gpu.COUNTS = (130, 0, 1, 69)
+    # what goes on is on the other stream
+    with contextlib.redirect_stdout(sys.stderr):
+        check_gpu.check_plugins(report, hardware, device)
+        check_gpu.check_kernels(report, device, check_gpu.formats_for(hardware))
+        shapes = [gpu_speed.Shape(f"Mini EP{ranks}", 4, 64, 48, 2, ranks) for ranks in (1, 2)]
+        choices = check_gpu.choices_for(hardware)
+        speed = gpu_speed.measure_everything(device, hardware, choices, shapes, deadline=float("inf"))
+    return {
+        "checks": len(report.checks),
+        "checks, wrong": sum(not check["right"] for check in report.checks),
+        "rows of speed": len(speed.rows),
+        "marks": len(speed.marks),
+        "left out, wrong": len(speed.left_out) + len(report.left_out),
+    }
 
 
 def main(group: str) -> None:
@@ -346,6 +243,9 @@ def main(group: str) -> None:
         repair()
         figures["repaired"] = faults()
         figures["layout"] = check_layout()
+    elif group == "check_gpu":
+        repair()
+        figures["script"] = check_gpu_script()
     else:
         repair()
         figures["products"] = check_products(group)
