@@ -35,10 +35,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Triton kernels are interpreted and compiled without a GPU. A CUDA build of torch brings the triton that it needs
+$(VENV)/.kernels: $(VENV)/.ready
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
+	touch $@
+
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
-test-all: setup
+test-all: $(VENV)/.kernels
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # in an environment of its own; what belongs to transformers is then as old as it asks for
