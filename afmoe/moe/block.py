@@ -43,7 +43,7 @@ class MoeBlock(CountedModule):
         dispatched = self.dispatcher.dispatch(
             self.prepare_expert_input(tokens_TD), routing.expert_ids_TK, token_mask_T
         )
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L)
+        rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
         routed_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, dispatched.state)
         output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
         if self.shared_expert is not None:

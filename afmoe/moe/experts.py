@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from afmoe.moe.compute import ExpertCompute
+from afmoe.moe.grouped_mm import RowSource
 
 
 class Experts(nn.Module):
@@ -48,13 +49,11 @@ class Experts(nn.Module):
         self.register_parameter("up_proj_bias", stacked(intermediate_size, present=has_bias))
         self.register_parameter("down_proj_bias", stacked(hidden_size, present=has_bias))
 
-    def forward(self, rows_RD: Tensor, offsets_L: Tensor) -> Tensor:
-        """Rows sorted by expert, `offsets_L` the row at which each expert ends."""
+    def forward(self, rows_RD: Tensor, offsets_L: Tensor, source: RowSource | None = None) -> Tensor:
+        """Rows sorted by expert, the row at which each ends, and what the rows were gathered from."""
         weights = (self.gate_proj, self.up_proj, self.down_proj)
-        if not self.has_bias:
-            return self.compute(rows_RD, offsets_L, *weights)
-        biases = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
-        return self.compute(rows_RD, offsets_L, *weights, biases)
+        biases = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias) if self.has_bias else None
+        return self.compute(rows_RD, offsets_L, *weights, biases, source)
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

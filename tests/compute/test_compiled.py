@@ -13,12 +13,15 @@ import afmoe.moe.grouped_mm  # noqa: F401  (registers the operators)
 
 @pytest.mark.parametrize("by_grouped_mm", [False, True], ids=["segments", "grouped_mm"])
 @pytest.mark.parametrize("trained", ["all", "x", "weights"])
-def test_the_operator_keeps_what_torch_asks_of_one(trained: str, by_grouped_mm: bool):
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_operator_keeps_what_torch_asks_of_one(trained: str, by_grouped_mm: bool, gathered: bool):
     case = make_case((0, 5, 3), num_padding_rows=2)
     operands = [case.x_RD, case.gate_LFD, case.up_LFD, case.down_LDF]
     for operand in {"all": operands, "x": operands[:1], "weights": operands[1:]}[trained]:
         operand.requires_grad_()
-    inputs = (*operands, None, None, None, case.offsets_L, "silu", by_grouped_mm)
+    token_of_row_R = torch.randint(6, case.x_RD.shape[:1])
+    source = (torch.randn(6, case.x_RD.shape[1]), token_of_row_R) if gathered else (None, None)
+    inputs = (*operands, None, None, None, case.offsets_L, *source, "silu", by_grouped_mm)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.afmoe.expert_mlp.default, inputs, test_utils=checks)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import Biases
+from afmoe.moe.grouped_mm import Biases, RowSource
 
 
 class ExpertCompute(Protocol):
@@ -83,10 +83,12 @@ class ExpertCompute(Protocol):
         up_LFD: Tensor,
         down_LDF: Tensor,
         biases: Biases | None = None,
+        source: RowSource | None = None,
     ) -> Tensor:
-        """y_RD of the module docstring, differentiable in x, the weights and the biases.
+        """y_RD of the module docstring, differentiable in x, the weights and the biases (None: without).
 
-        `biases` are handed over only where the experts have them.
+        `source`: what x was gathered from, if it
+        was, for a plugin that would rather keep that for backward.
         """
         ...
 

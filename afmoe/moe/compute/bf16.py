@@ -14,7 +14,7 @@ from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute import why_not_these_experts
 from afmoe.moe.compute.kernels import why_no_kernels
-from afmoe.moe.grouped_mm import Biases, expert_mlp, product_dtype
+from afmoe.moe.grouped_mm import Biases, RowSource, expert_mlp, product_dtype
 from afmoe.registry import register
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Bf16Compute:
         up_LFD: Tensor,
         down_LDF: Tensor,
         biases: Biases | None = None,
+        source: RowSource | None = None,
     ) -> Tensor:
         dtype = product_dtype(x_RD)
         with torch.autocast(x_RD.device.type, enabled=False):
@@ -98,7 +99,7 @@ class Bf16Compute:
                 return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF).to(dtype)
             weights = (gate_LFD, up_LFD, down_LDF)
             # the products take the dtype of x: weights and biases are cast there
-            return expert_mlp(x_RD, offsets_L, *weights, self.activation, biases).to(dtype)
+            return expert_mlp(x_RD, offsets_L, *weights, self.activation, biases, source).to(dtype)
 
     @cached_property
     def kernels(self) -> KernelExperts:

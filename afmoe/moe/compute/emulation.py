@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from afmoe.moe.activations import Activation
 from afmoe.moe.compute.rounding import CHUNK_ELEMENTS, ColumnBlocks, Rounding, round_columns, round_rows
 from afmoe.moe.compute.weight_copies import WeightCopies
-from afmoe.moe.grouped_mm import Segments
+from afmoe.moe.grouped_mm import RowSource, Segments
+from afmoe.moe.grouped_mm.saved_rows import SavedRows
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def emulated_gated_mlp(
     weights: tuple[Tensor, Tensor, Tensor],
     rounded_weights: RoundedWeights,
     emulation: Emulation,
+    source: RowSource | None,
 ) -> Tensor:
     """The gated MLP of `afmoe.moe.compute` with every operand of every product rounded.
 
@@ -50,7 +52,7 @@ def emulated_gated_mlp(
         rounded = rounded_weights.get(weights, emulation.rounding)
     else:
         rounded = [round_busy_experts(weight, segments, emulation.rounding) for weight in weights]
-    return _EmulatedMlp.apply(x_RD, *weights, rounded, segments, emulation)
+    return _EmulatedMlp.apply(x_RD, *weights, *(source or (None, None)), rounded, segments, emulation)
 
 
 class _EmulatedMlp(torch.autograd.Function):
@@ -63,6 +65,8 @@ class _EmulatedMlp(torch.autograd.Function):
         gate_LFD: Tensor,
         up_LFD: Tensor,
         down_LDF: Tensor,
+        tokens_TD: Tensor | None,
+        token_of_row_R: Tensor | None,
         rounded: list[tuple[Tensor, Tensor]],
         segments: Segments,
         emulation: Emulation,
@@ -78,7 +82,8 @@ class _EmulatedMlp(torch.autograd.Function):
                 _multiply(x, gate, experts, out=gated)
                 _multiply(x, up, experts, out=raised)
                 _multiply(emulation.rows(activation.hidden(gated, raised)), down, experts, out=y_RD[rows])
-        ctx.save_for_backward(x_RD, gated_RF, raised_RF)
+        kept_x_RD = x_RD if tokens_TD is None else None
+        ctx.save_for_backward(kept_x_RD, tokens_TD, token_of_row_R, gated_RF, raised_RF)
         ctx.weights = [weight for _, weight in rounded]
         ctx.segments, ctx.emulation = segments, emulation
         ctx.weights_dtype = gate_LFD.dtype
@@ -87,19 +92,21 @@ class _EmulatedMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_RD, gated_RF, raised_RF = ctx.saved_tensors
+        *kept, gated_RF, raised_RF = ctx.saved_tensors
+        saved_x = SavedRows(*kept, dtype=raised_RF.dtype)
         gate, up, down = ctx.weights
         emulation: Emulation = ctx.emulation
         activation = emulation.activation
         needs_x, *needs_weights = ctx.needs_input_grad[:4]
-        grad_x_RD = _empty_rows(x_RD, ctx.segments) if needs_x else None
+        grad_x_RD = _empty_rows(grad_y_RD, ctx.segments) if needs_x else None
         grad_weights = [
             _empty_gradient(weight, ctx.segments) if needed else None
             for weight, needed in zip(ctx.weights, needs_weights, strict=True)
         ]
-        with torch.autocast(x_RD.device.type, enabled=False):
+        with torch.autocast(grad_y_RD.device.type, enabled=False):
             for rows, experts in _expert_groups(ctx.segments, gate):
-                x, gated, raised, grad_y = x_RD[rows], gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
+                x = saved_x.part(rows.start, rows.stop)
+                gated, raised, grad_y = gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
                 grad_hidden = torch.empty_like(gated)
                 _multiply(emulation.rows(grad_y), down, experts, out=grad_hidden)
                 hidden, (grad_gated, grad_raised) = activation.hidden_backward(grad_hidden, gated, raised)
@@ -111,7 +118,7 @@ class _EmulatedMlp(torch.autograd.Function):
                     _multiply(emulation.rows(grad_raised), up, experts, out=grad_x, accumulate=True)
                     grad_x_RD[rows] = grad_x
         grads = (grad if grad is None else grad.to(ctx.weights_dtype) for grad in grad_weights)
-        return grad_x_RD, *grads, None, None, None
+        return grad_x_RD, *grads, None, None, None, None, None
 
 
 def _expert_groups(segments: Segments, w_LFD: Tensor) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import Biases, expert_mlp
+from afmoe.moe.grouped_mm import Biases, RowSource, expert_mlp
 from afmoe.registry import register
 
 
@@ -65,8 +65,9 @@ class NativeCompute:
         up_LFD: Tensor,
         down_LDF: Tensor,
         biases: Biases | None = None,
+        source: RowSource | None = None,
     ) -> Tensor:
-        return expert_mlp(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, self.activation, biases)
+        return expert_mlp(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, self.activation, biases, source)
 
     def on_weights_updated(self) -> None:
         """Nothing is derived from the weights."""

@@ -15,7 +15,7 @@ from afmoe.moe.compute import why_not_these_experts
 from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
 from afmoe.moe.compute.kernels import why_no_kernels
 from afmoe.moe.compute.rounding import Rounding
-from afmoe.moe.grouped_mm import Biases, product_dtype
+from afmoe.moe.grouped_mm import Biases, RowSource, product_dtype
 
 if TYPE_CHECKING:
     from afmoe.moe.compute.kernels.autograd import KernelExperts
@@ -101,6 +101,7 @@ class QuantizedCompute(ABC):
         up_LFD: Tensor,
         down_LDF: Tensor,
         biases: Biases | None = None,
+        source: RowSource | None = None,
     ) -> Tensor:
         assert gate_LFD is not None
         assert biases is None
@@ -108,7 +109,7 @@ class QuantizedCompute(ABC):
         weights = (gate_LFD, up_LFD, down_LDF)
         if not self.emulates:
             return self.kernels(x_RD, offsets_L, *weights)
-        return emulated_gated_mlp(x_RD, offsets_L, weights, self.rounded_weights, self.emulation)
+        return emulated_gated_mlp(x_RD, offsets_L, weights, self.rounded_weights, self.emulation, source)
 
     @cached_property
     def kernels(self) -> KernelExperts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import Biases
+from afmoe.moe.grouped_mm import Biases, RowSource
 from afmoe.registry import register
 
 
@@ -60,6 +60,7 @@ class ReferenceCompute:
         up_LFD: Tensor,
         down_LDF: Tensor,
         biases: Biases | None = None,
+        source: RowSource | None = None,
     ) -> Tensor:
         borders = [0, *offsets_L.tolist(), x_RD.shape[0]]
         *rows, padding_PD = x_RD.split([end - start for start, end in itertools.pairwise(borders)])

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from afmoe.moe.grouped_mm import RowSource
+
 
 @dataclass(frozen=True)
 class Dispatched:
@@ -31,6 +33,8 @@ class Dispatched:
     """int64: routed copies of this rank's real tokens, per expert of the whole model."""
     state: Any
     """For `combine` of the same dispatcher."""
+    source: RowSource | None = None
+    """Where the rows come from, if that lies in this process."""
 
 
 class Dispatcher(Protocol):

@@ -16,7 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from afmoe.errors import ConfigError
 from afmoe.moe.dispatch import Dispatched
+from afmoe.moe.grouped_mm import RowSource
 from afmoe.registry import register
+
+CHUNK_ELEMENTS = 1 << 19
+"""Values of a backward chunk on a CPU (2 MiB in fp32)."""
 
 
 @register("moe/dispatch", "local")
@@ -49,6 +53,8 @@ class LocalDispatcher:
             offsets_L=ends_E.to(torch.int32),
             counts_E=ends_E.diff(prepend=ends_E.new_zeros(1)),
             state=_State(order_N, token_of_row_N, copy_to_row_TK, token_mask_T),
+            # only read: their gradient is that of the rows
+            source=RowSource(tokens_TD.detach(), token_of_row_N),
         )
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
@@ -139,12 +145,19 @@ class _WeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         rows_ND, weights_TK = ctx.saved_tensors
         state: _State = ctx.state
-        grad_rows_ND = grad_weights_TK = None
-        grad_ND = grad_TD.index_select(0, state.token_of_row_N)
-        if ctx.needs_input_grad[1]:
-            dots_N = (grad_ND.to(weights_TK.dtype) * rows_ND).sum(1)
-            grad_weights_TK = dots_N[state.copy_to_row_TK].to(weights_TK.dtype)
-        if ctx.needs_input_grad[0]:
-            weight_of_row_N1 = weights_TK.flatten()[state.order_N][:, None]
-            grad_rows_ND = (grad_ND * weight_of_row_N1).to(rows_ND.dtype)
-        return grad_rows_ND, grad_weights_TK, None
+        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        num_rows, size = rows_ND.shape
+        grad_rows_ND = torch.empty_like(rows_ND, memory_format=torch.contiguous_format)
+        dots_N1 = weights_TK.new_empty(num_rows, 1)
+        weight_of_row_N1 = weights_TK.flatten()[state.order_N][:, None]
+        # on a GPU in one go; on a CPU what lies between stays in the cache
+        step = max(1, num_rows if rows_ND.is_cuda else CHUNK_ELEMENTS // size)
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            grad = grad_TD.index_select(0, state.token_of_row_N[part]).to(weights_TK.dtype)
+            if needs_weights:
+                torch.sum(grad * rows_ND[part], 1, keepdim=True, out=dots_N1[part])
+            if needs_rows:
+                grad_rows_ND[part] = grad.mul_(weight_of_row_N1[part])
+        grad_weights_TK = dots_N1[:, 0][state.copy_to_row_TK] if needs_weights else None
+        return grad_rows_ND if needs_rows else None, grad_weights_TK, None

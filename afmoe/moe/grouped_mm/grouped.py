@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afmoe.moe.activations import Activation
+from afmoe.moe.grouped_mm.saved_rows import SavedRows
 from afmoe.moe.grouped_mm.weights import ExpertWeights
 
 
@@ -23,7 +24,7 @@ def forward_by_grouped_mm(
 
 def backward_by_grouped_mm(
     grad_y_RD: Tensor,
-    x_RD: Tensor,
+    x: SavedRows,
     products_RF: list[Tensor],
     weights: ExpertWeights,
     offsets_L: Tensor,
@@ -32,7 +33,7 @@ def backward_by_grouped_mm(
 ) -> list[Tensor | None]:
     """Gradients of x and the six weights, where `needed`."""
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needed
-    grad_y_RD, x_RD = grad_y_RD.contiguous(), x_RD.contiguous()
+    grad_y_RD, x_RD = grad_y_RD.contiguous(), x.all()
     grad_hidden_RF = F.grouped_mm(grad_y_RD, weights.down_LDF, offs=offsets_L)
     hidden_RF, grad_products = activation.hidden_backward(grad_hidden_RF, *products_RF)
     grad_gate_RF, grad_up_RF = grad_products[0], grad_products[-1]

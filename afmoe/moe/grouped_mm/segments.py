@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from afmoe.moe.activations import Activation
+from afmoe.moe.grouped_mm.saved_rows import SavedRows
 from afmoe.moe.grouped_mm.weights import ExpertWeights
 
 
@@ -54,7 +55,7 @@ def forward_by_segments(
 
 def backward_by_segments(
     grad_y_RD: Tensor,
-    x_RD: Tensor,
+    x: SavedRows,
     products_RF: list[Tensor],
     weights: ExpertWeights,
     offsets_L: Tensor,
@@ -63,23 +64,24 @@ def backward_by_segments(
 ) -> list[Tensor | None]:
     """Gradients of x and the six weights, where `needed`."""
     segments = Segments.of(offsets_L)
-    grad_y_RD, x_RD = grad_y_RD.contiguous(), x_RD.contiguous()
+    grad_y_RD = grad_y_RD.contiguous()
     grad_x_RD, *grad_weights = (
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if tensor is not None and is_needed
         else None
-        for tensor, is_needed in zip((x_RD, *weights), needed, strict=True)
+        for tensor, is_needed in zip((grad_y_RD, *weights), needed, strict=True)
     )
     grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias = grad_weights
     first_grads = [(grad_gate, grad_gate_bias), (grad_up, grad_up_bias)][-len(products_RF) :]
     for e, start, end in segments.busy:
-        x, grad_y = x_RD[start:end], grad_y_RD[start:end]
+        grad_y = grad_y_RD[start:end]
         grad_hidden = torch.mm(grad_y, weights.down_LDF[e])
         products = [product_RF[start:end] for product_RF in products_RF]
         hidden, grad_products = activation.hidden_backward(grad_hidden, *products)
         _write_gradients(e, grad_y, hidden, grad_down, grad_down_bias)
+        x_rows = x.part(start, end)
         for grad, (grad_weight, grad_bias) in zip(grad_products, first_grads, strict=True):
-            _write_gradients(e, grad, x, grad_weight, grad_bias)
+            _write_gradients(e, grad, x_rows, grad_weight, grad_bias)
         if grad_x_RD is not None:
             grad_x = grad_x_RD[start:end]
             for number, (grad, (weight, _)) in enumerate(zip(grad_products, weights.first, strict=True)):
