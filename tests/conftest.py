@@ -9,7 +9,7 @@ import random
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# waiting threads that spin take the cores from each other when anything else runs: 292 s became 38 s at load 6
+# waiting threads that spin take the cores from whatever else runs: 292 s became 38 s at load 6
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np

@@ -42,7 +42,7 @@ def new_directory(destination: Path) -> Iterator[Path]:
     """
     destination = Path(os.path.abspath(destination))
     if destination.exists() and not destination.is_dir():
-        raise MachineError(f"{destination} is a file, a directory is to be written there; choose another name")
+        raise MachineError(f"{destination} is a file, not a directory to write; choose another name")
     temporary = hidden_sibling(destination, NEW)
     with disk_errors(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)

@@ -176,7 +176,7 @@ class AfmoeDataModule(LightningDataModule):
         if not len(self.train_split):
             read, held_out = self._reports["training"].read, len(self.validation_split)
             raise ConfigError(
-                f"no row to train on: {read} read for training, {held_out} held out ({self.source.description})"
+                f"no row to train on: {read} read, {held_out} held out ({self.source.description})"
             )
         self._validation_plan = plan_in_order(self.validation_split.lengths, **self._packing_options)
         for split, plan in (("training", self._epoch_plan(0)), ("validation", self._validation_plan)):
