@@ -169,6 +169,7 @@ def check_layer(name: str) -> Figures:
     nothing = outputs_and_gradients(compute, make_case((0, 0)))
     figures["no row at all, wrong"] = sum(int((value != 0).sum()) for value in nothing.values())
     figures |= _check_without_a_gate(name, case)
+    figures["saved bytes a row, hidden 256, experts 128 wide"] = _saved_bytes_a_row(compute)
     # stored weights are used until the hook says that they changed
     compute(*operands)
     case.down_LDF.data.mul_(2.0)
@@ -195,6 +196,22 @@ def _check_without_a_gate(name: str, case: Case) -> Figures:
         f"without a gate, {key}": deviation(value[: len(wanted)], wanted)
         for key, value, wanted in zip(names, actual, expected, strict=True)
     }
+
+
+def _saved_bytes_a_row(compute: KernelExperts) -> float:
+    """What one layer of a bf16 model keeps for backward, with 512 rows an expert as in Trinity Mini."""
+    case = make_case((512, 512), hidden_size=256, intermediate_size=128).to(torch.bfloat16)
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    case.x_RD.requires_grad_()
+    case.gate_LFD.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
+    return sum(sizes) / case.num_rows
 
 
 def _in_bf16(compute: KernelExperts) -> Callable[..., Tensor]:
