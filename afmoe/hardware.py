@@ -32,6 +32,8 @@ class Hardware:
     """Devices of this type in this machine; a CPU counts as one."""
     has_cxx_compiler: bool = False
     """Whether `torch.compile` can build CPU code: a C++ compiler and Python's headers."""
+    has_deep_gemm: bool = False
+    """Whether DeepGEMM's Python package is installed."""
     has_triton: bool = False
     """Whether kernels in Triton can be compiled: the package is installed and the device is a CUDA GPU."""
     memory_gib: float = 0.0
@@ -79,6 +81,7 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
         capability=(properties.major, properties.minor),
         num_devices=torch.cuda.device_count(),
         has_cxx_compiler=has_cxx_compiler(),
+        has_deep_gemm=importlib.util.find_spec("deep_gemm") is not None,
         has_triton=importlib.util.find_spec("triton") is not None,
         memory_gib=properties.total_memory / 2**30,
     )

@@ -29,6 +29,7 @@ PLUGINS: dict[str, dict[str, str]] = {
         "bf16": "afmoe.moe.compute.bf16",
         "fp8": "afmoe.moe.compute.fp8",
         "mxfp8": "afmoe.moe.compute.mxfp8",
+        "deepgemm_fp8": "afmoe.moe.compute.deepgemm_fp8",
     },
     "moe/dispatch": {
         "local": "afmoe.moe.dispatch.local",

@@ -131,7 +131,7 @@ assert "torch" not in sys.modules and "lightning" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "moe/compute: bf16, fp8, mxfp8, native, reference" in done.stdout
+    assert "moe/compute: bf16, deepgemm_fp8, fp8, mxfp8, native, reference" in done.stdout
 
 
 def test_no_file_is_over_400_lines() -> None:
