@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedTokenizerBase
 
 from afmoe.attention import check_attention

@@ -151,7 +151,7 @@ class AfmoeConfig:
         _one_of("norm_order", self.norm_order, ("scale_then_cast", "cast_then_scale"))
         _one_of("router_init", self.router_init, ("normal", "zero"))
         _positive("rms_norm_eps", self.rms_norm_eps)
-        _positive("rope_theta", self.rope_parameters["rope_theta"])
+        _positive("rope_theta", (self.rope_parameters or {})["rope_theta"])
         if not self.initializer_range >= 0:
             raise ConfigError(f"initializer_range must not be negative, got {self.initializer_range}")
         if not 0.0 <= self.attention_dropout < 1.0:
@@ -238,13 +238,12 @@ class TrainerConfig:
 
     def _check_devices(self) -> None:
         devices = self.devices
-        is_list = isinstance(devices, list) and devices
         is_number = isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1
-        if devices != "auto" and not is_number and not is_list:
+        if devices != "auto" and not is_number and not (isinstance(devices, list) and devices):
             raise ConfigError(
                 f"trainer.devices takes auto, a number from 1 or a list of numbers, got {devices}"
             )
-        if is_list and not all(isinstance(index, int) and index >= 0 for index in devices):
+        if isinstance(devices, list) and not all(isinstance(index, int) and index >= 0 for index in devices):
             raise ConfigError(f"trainer.devices lists device numbers from 0, got {devices}")
 
     def _check_whole_steps(self) -> None:

@@ -59,6 +59,4 @@ def _fetch(key: str, name: str, revision: str | None, patterns: list[str]) -> Pa
                 "HF_HUB_OFFLINE is set; unset it, or fetch it first"
             ) from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"{key}={name}{at} could not be fetched from the hub: {reason}"
-        ) from error
+        raise ConfigError(f"{key}={name}{at} could not be fetched from the hub: {reason}") from error

@@ -362,7 +362,7 @@ def test_a_source_without_a_usable_row_is_refused(tmp_path: Path):
     path.write_text("\n")
     options = {"name": "jsonl", "train_files": str(path)}
     module = AfmoeDataModule(configure("data", options), load_tokenizer(), seed=0)
-    with pytest.raises(ConfigError, match=r"no row to train on: jsonl: empty\.jsonl"):
+    with pytest.raises(ConfigError, match=r"no row to train on: 0 read, 0 held out \(jsonl: empty\.jsonl"):
         module.setup()
 
 
