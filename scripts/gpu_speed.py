@@ -108,7 +108,8 @@ class Speed:
 def measure(run: Callable[[], Any]) -> Timing:
     from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
 
-    median, low, high = do_bench(run, warmup=25, rep=100, quantiles=[0.5, 0.1, 0.9])
+    quantiles: Any = do_bench(run, warmup=25, rep=100, quantiles=[0.5, 0.1, 0.9])
+    median, low, high = quantiles
     return Timing(median, (high - low) / median)
 
 

@@ -83,6 +83,14 @@ def built(choice: Any, hardware: Hardware) -> Any:
     return build(configure("moe/compute", choice), hardware=hardware, **SHAPE)
 
 
+def test_the_bf16_kernels_multiply_experts_without_a_gate_and_refuse_biases() -> None:
+    config = configure("moe/compute", {"name": "bf16", "kernels": "triton"})
+    plugin: Any = find("moe/compute", "bf16")
+    assert plugin.why_not(config, hardware=gpu(9, 0), gated=False, **SHAPE) is None
+    reason = plugin.why_not(config, hardware=gpu(9, 0), has_bias=True, **SHAPE)
+    assert reason.endswith("these have biases; use moe.compute.kernels=torch")
+
+
 def test_a_plugin_for_kernels_says_so() -> None:
     assert built("fp8", gpu(9, 0)).description == "fp8 (e4m3, Triton kernels)"
     fp8_on_request = built({"name": "fp8", "emulate": True}, gpu(9, 0))

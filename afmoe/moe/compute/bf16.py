@@ -76,9 +76,9 @@ class Bf16Compute:
                 "moe/compute=bf16 with moe.compute.kernels=triton",
                 "use moe.compute.kernels=torch",
             )
-            return why_no_kernels(choice, hardware, (8, 0), instead) or why_not_these_experts(
-                choice, gated, has_bias, instead
-            )
+            refusal = why_no_kernels(choice, hardware, (8, 0), instead)
+            # the kernels need no gate
+            return refusal or why_not_these_experts(choice, True, has_bias, instead)
         return None
 
     def __call__(
@@ -95,7 +95,6 @@ class Bf16Compute:
         with torch.autocast(x_RD.device.type, enabled=False):
             x_RD = x_RD.bfloat16()
             if self.uses_kernels:
-                assert gate_LFD is not None
                 return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF).to(dtype)
             weights = (gate_LFD, up_LFD, down_LDF)
             # the products take the dtype of x: weights and biases are cast there

@@ -27,8 +27,6 @@ class KernelExperts:
         self.activation = activation
         self.weight_copies = WeightCopies()
 
-    # keyed by addresses and versions of the weights, which a compiled graph does not have
-    @torch.compiler.disable
     def __call__(
         self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor | None, up_LFD: Tensor, down_LDF: Tensor
     ) -> Tensor:
@@ -37,21 +35,35 @@ class KernelExperts:
         The products before the activation, hidden rows and y have the dtype of x; gradients that of what they
         belong to.
         """
-        weights = tuple(weight for weight in (gate_LFD, up_LFD, down_LDF) if weight is not None)
-        if torch.is_grad_enabled():
-            stored = self.weight_copies.of(weights, self._store_for_training)
-        else:
-            stored = self._store(weights, transposed=False)
-        return _ExpertMlp.apply(offsets_L, self.activation, self.products, stored, x_RD, *weights)
+        # the decorator is typed as if it returned one
+        return _multiply(self, x_RD, offsets_L, gate_LFD, up_LFD, down_LDF)  # pyright: ignore[reportCallIssue]
 
     def on_weights_updated(self) -> None:
         self.weight_copies.drop()
 
-    def _store_for_training(self, weights: tuple[Tensor, ...]) -> list[Weight]:
-        return self._store(weights, transposed=True)
+    def store_for_training(self, weights: tuple[Tensor, ...]) -> list[Weight]:
+        return self.store(weights, transposed=True)
 
-    def _store(self, weights: tuple[Tensor, ...], *, transposed: bool) -> list[Weight]:
+    def store(self, weights: tuple[Tensor, ...], *, transposed: bool) -> list[Weight]:
         return [self.products.store_weight(weight.detach(), transposed=transposed) for weight in weights]
+
+
+# weights are known by address and version, which a compiled graph does not have
+@torch.compiler.disable
+def _multiply(
+    experts: KernelExperts,
+    x_RD: Tensor,
+    offsets_L: Tensor,
+    gate_LFD: Tensor | None,
+    up_LFD: Tensor,
+    down_LDF: Tensor,
+) -> Tensor:
+    weights = tuple(weight for weight in (gate_LFD, up_LFD, down_LDF) if weight is not None)
+    if torch.is_grad_enabled():
+        stored = experts.weight_copies.of(weights, experts.store_for_training)
+    else:
+        stored = experts.store(weights, transposed=False)
+    return _ExpertMlp.apply(offsets_L, experts.activation, experts.products, stored, x_RD, *weights)
 
 
 class _ExpertMlp(torch.autograd.Function):
