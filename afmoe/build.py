@@ -18,7 +18,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from transformers import PreTrainedTokenizerBase
 
-from afmoe.attention import check_attention
 from afmoe.checkpoint.config_file import config_fields, read_config
 from afmoe.checkpoint.hub import resolve_pretrained, resolve_tokenizer
 from afmoe.checkpoint.layouts import LAYOUTS
@@ -31,8 +30,9 @@ from afmoe.data.tokenizer import has_tokenizer, load_tokenizer
 from afmoe.errors import ConfigError, MachineError, closest
 from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
+from afmoe.model_plugins import check_plugins
 from afmoe.module import AfmoeModule
-from afmoe.registry import build, configure, plugin_of
+from afmoe.registry import build, configure
 from afmoe.run import Run
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def make_model(
         "dispatch": config.moe.dispatch,
         "hardware": hardware,
     }
-    _check_attention(config, source.config, hardware)
+    check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
     _refuse_too_large(source.config, plugins, hardware)
     if source.directory is None or weights_follow:
         model = AfmoeForCausalLM(source.config, **plugins)
@@ -170,19 +170,6 @@ def meta_model(source: ModelSource, plugins: dict[str, Any]) -> AfmoeForCausalLM
     """The model without memory, to count and to check."""
     with torch.device("meta"):
         return AfmoeForCausalLM(source.config, **plugins)
-
-
-def _check_attention(config: RunConfig, model: AfmoeConfig, hardware: Hardware) -> None:
-    """Refuse a choice that computes here and has no backward. Raises `MachineError`."""
-    choice = configure("attention", config.attention)
-    check_attention(
-        plugin_of(choice),
-        choice,
-        hardware=hardware,
-        head_dim=model.head_dim,
-        dropout=model.attention_dropout,
-        is_training=True,
-    )
 
 
 def training_memory_gib(model: AfmoeForCausalLM) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from afmoe import registry
 from afmoe.attention import check_attention
 from afmoe.config import AfmoeConfig
+from afmoe.errors import MachineError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.compute import check_compute
 
@@ -18,29 +19,58 @@ class ModelPlugins:
         self, config: AfmoeConfig, attention: Any, compute: Any, dispatch: Any, hardware: Hardware | None
     ) -> None:
         hardware = hardware or detect_hardware()
-        attention_config = registry.configure("attention", attention)
-        check_attention(
-            registry.plugin_of(attention_config),
-            attention_config,
-            hardware=hardware,
-            head_dim=config.head_dim,
-            dropout=config.attention_dropout,
+        check_plugins(config, attention, compute, hardware)
+        self.attention = registry.build(
+            registry.configure("attention", attention), window=config.sliding_window, hardware=hardware
         )
-        self.attention = registry.build(attention_config, window=config.sliding_window, hardware=hardware)
         self.dispatcher = registry.build(
             registry.configure("moe/dispatch", dispatch), num_experts=config.num_experts
         )
         self._compute = registry.configure("moe/compute", compute)
         self._hardware = hardware
-        self._sizes: dict[str, Any] = {
-            "num_experts": config.num_experts,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.moe_intermediate_size,
-            "activation": config.hidden_act,
-        }
-        plugin: Any = registry.plugin_of(self._compute)
-        check_compute(plugin, self._compute, hardware=hardware, **self._sizes)
+        self._sizes = _sizes(config)
 
     def make_compute(self) -> Any:
         """One a block: a plugin may keep a copy of its block's weights in another form."""
         return registry.build(self._compute, hardware=self._hardware, **self._sizes)
+
+
+def check_plugins(
+    config: AfmoeConfig, attention: Any, compute: Any, hardware: Hardware, *, is_training: bool = False
+) -> None:
+    """Raise one `MachineError` with every reason for which a choice cannot run there; change nothing.
+
+    `is_training`: refuse a choice that computes there and has no backward, too.
+    """
+    attention, compute = (
+        registry.configure("attention", attention),
+        registry.configure("moe/compute", compute),
+    )
+    reasons = []
+    for check in (
+        lambda: check_attention(
+            registry.plugin_of(attention),
+            attention,
+            hardware=hardware,
+            head_dim=config.head_dim,
+            dropout=config.attention_dropout,
+            is_training=is_training,
+        ),
+        lambda: check_compute(registry.plugin_of(compute), compute, hardware=hardware, **_sizes(config)),
+    ):
+        try:
+            check()
+        except MachineError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise MachineError(". Also, ".join(reasons))
+
+
+def _sizes(config: AfmoeConfig) -> dict[str, Any]:
+    """What a compute plugin asks about the experts."""
+    return {
+        "num_experts": config.num_experts,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.moe_intermediate_size,
+        "activation": config.hidden_act,
+    }

@@ -135,3 +135,8 @@ def why_not_these_experts(choice: str, gated: bool, has_bias: bool, instead: str
     if not unusual:
         return None
     return f"{choice} multiplies gated experts without biases, these have {' and '.join(unusual)}; {instead}"
+
+
+def all_reasons(*reasons: str | None) -> str | None:
+    """Those that hold, as one text; None: there is none."""
+    return ". Also, ".join(reason for reason in reasons if reason) or None

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from afmoe.errors import ConfigError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import Activation, activation_named
-from afmoe.moe.compute import why_not_these_experts
+from afmoe.moe.compute import all_reasons, why_not_these_experts
 from afmoe.moe.compute.deepgemm_layout import (
     ALIGNMENT,
     AlignedRows,
@@ -86,9 +86,11 @@ class DeepGemmFp8Compute:
         for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate_size)):
             if size % ALIGNMENT:
                 reasons.append(f"model.{name} to be a multiple of {ALIGNMENT}, it is {size}")
-        if reasons:
-            return f"{choice} needs {', and '.join(reasons)}; use moe/compute=fp8, or moe/compute=bf16"
-        return why_not_these_experts(choice, gated, has_bias, "use moe/compute=native")
+        machine = f"{choice} needs {', and '.join(reasons)}; use moe/compute=fp8, or moe/compute=bf16"
+        return all_reasons(
+            machine if reasons else None,
+            why_not_these_experts(choice, gated, has_bias, "use moe/compute=native"),
+        )
 
     def __call__(
         self,

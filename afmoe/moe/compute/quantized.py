@@ -11,7 +11,7 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.compute import why_not_these_experts
+from afmoe.moe.compute import all_reasons, why_not_these_experts
 from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
 from afmoe.moe.compute.kernels import why_no_kernels
 from afmoe.moe.compute.rounding import Rounding
@@ -84,14 +84,14 @@ class QuantizedCompute(ABC):
         has_bias: bool = False,
     ) -> str | None:
         choice = f"moe/compute={cls.name}"
-        refusal = why_not_these_experts(choice, gated, has_bias, "use moe/compute=native")
-        if refusal or config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
-            return refusal
+        experts = why_not_these_experts(choice, gated, has_bias, "use moe/compute=native")
+        if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
+            return experts
         instead = "use moe/compute=bf16, or moe.compute.emulate=true, which is slower"
         if not hardware.is_cuda:
             choice += " with moe.compute.emulate=false"
             instead = "use moe.compute.emulate=auto for the exact emulation"
-        return why_no_kernels(choice, hardware, cls.capability, instead)
+        return all_reasons(experts, why_no_kernels(choice, hardware, cls.capability, instead))
 
     def __call__(
         self,
