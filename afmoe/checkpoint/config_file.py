@@ -139,6 +139,12 @@ def check_expressible(config: AfmoeConfig, layout: str) -> None:
                 f"layout {layout} is for transformers, which always has {name}={value}, and this model has "
                 f"{ours}; choose layout canonical"
             )
+    # an activation of ours that carries a value, `clamped_swiglu:LIMIT`
+    if ":" in config.hidden_act:
+        raise ConfigError(
+            f"layout {layout} is for transformers, which has no hidden_act={config.hidden_act}; choose "
+            "layout canonical"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

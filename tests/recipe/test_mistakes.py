@@ -141,7 +141,7 @@ def test_values_that_torch_has_to_judge_are_one_line_too(sft: Callable[..., Resu
         "model.pretrained=empty": "empty",
         "tokenizer.path=empty": "no tokenizer in empty",
         "model.score_func=other export.enabled=false": "score_func=other",
-        "model.num_hidden_layers=8 model.hidden_size=16384 model.moe_intermediate_size=16384 model.num_experts=512": "needs at least",
+        "model.hidden_size=65536 model.moe_intermediate_size=65536 model.num_experts=512": "needs at least",
         "trainer.max_steps=-1": "needs the length of the run",
         "export.layout=hff": "unknown export.layout=hff; choose one of: hf",
         "model.score_func=softmax": "export.enabled=false",
