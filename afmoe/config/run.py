@@ -1,0 +1,94 @@
+"""Everything that decides a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from afmoe.config.checks import at_least
+from afmoe.config.model import ModelConfig
+from afmoe.config.trainer import TrainerConfig
+from afmoe.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    path: str | None = None
+    """A tokenizer directory or hub name; None: the one inside `model.pretrained`, else the embedded byte
+    tokenizer.
+    """
+    resize: bool = False
+    """Grow embedding and head when the tokenizer has more tokens than the checkpoint."""
+
+
+@dataclass(kw_only=True)
+class MoeConfig:
+    compute: dict[str, Any] = field(default_factory=dict)
+    dispatch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every_n_steps: int = 100
+    """Optimizer steps between checkpoints; 0 writes none."""
+    keep_last: int = 2
+    """Whole checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every_n_steps", self.every_n_steps, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    enabled: bool = True
+    layout: str = "hf"
+    """Names and shapes of the exported weights."""
+
+
+@dataclass(kw_only=True)
+class SamplesConfig:
+    count: int = 4
+    """Held-out prompts whose greedy answers are written to TensorBoard at each validation; 0 writes none."""
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        at_least("samples.count", self.count, 0)
+        at_least("samples.max_new_tokens", self.max_new_tokens, 1)
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything that decides a run. `compose.py` makes it from Hydra's config."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    attention: dict[str, Any] = field(default_factory=dict)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    data: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    run_name: str = "run"
+    seed: int = 0
+    resume: str = "auto"
+    """`auto` continues a run folder that holds a whole checkpoint, `never` refuses one, a path names a
+    checkpoint.
+    """
+    overwrite: bool = False
+    """With `resume=never`: move an older run folder of this name aside, to `<run_name>.<n>`."""
+    dry_run: bool = False
+    """Check everything, read one batch, print the plan, train nothing."""
+
+    def __post_init__(self) -> None:
+        # the bound of numpy's generators
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must lie in [0, 4294967295], got {self.seed}")
+        parts = self.run_name.split("/")
+        if not self.run_name.isprintable() or any(part in ("", ".", "..") for part in parts):
+            raise ConfigError(f"run_name must be the name of a folder below outputs/, got {self.run_name!r}")
