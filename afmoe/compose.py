@@ -60,10 +60,10 @@ def recipe(config_name: str) -> Callable[[Callable[[RunConfig], Any]], Callable[
                 remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
 
         def program() -> Any:
-            # Before torch loads OpenMP, which reads them then: threads that spin for long while they wait take
-            # the cores from whatever else runs (experiment=smoke, 2 cores at load 5: 128 s spinning, 20 s
-            # passive), and threads that sleep at once wake late (120 steps of the main job, 2 quiet cores:
-            # 35 s, with a short spin 25 s).
+            # Before torch loads OpenMP, which reads them then: threads that spin for long while they wait
+            # take the cores from whatever else runs (experiment=smoke, 2 cores at load 5: 128 s spinning,
+            # 20 s passive), and threads that sleep at once wake late (120 steps of the main job, 2 quiet
+            # cores: 35 s, with a short spin 25 s).
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ.setdefault("GOMP_SPINCOUNT", "20000")
             with one_line_errors(config_name):

@@ -37,6 +37,7 @@ from afmoe.moe.compute.kernels.contract import (
     stored_copies,
 )
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
+from afmoe.moe.grouped_mm import RowSource
 
 Figures = dict[str, float]
 # the first pair: whole blocks; the second: partial ones; the third: rows whose address is no multiple of 16
@@ -169,6 +170,7 @@ def check_layer(name: str) -> Figures:
     nothing = outputs_and_gradients(compute, make_case((0, 0)))
     figures["no row at all, wrong"] = sum(int((value != 0).sum()) for value in nothing.values())
     figures |= _check_without_a_gate(name, case)
+    figures |= _check_gathered_again(compute, make_case((40, 0, 24)))
     figures["saved bytes a row, hidden 256, experts 128 wide"] = _saved_bytes_a_row(compute)
     # stored weights are used until the hook says that they changed
     compute(*operands)
@@ -202,16 +204,30 @@ def _saved_bytes_a_row(compute: KernelExperts) -> float:
     """What one layer of a bf16 model keeps for backward, with 512 rows an expert as in Trinity Mini."""
     case = make_case((512, 512), hidden_size=256, intermediate_size=128).to(torch.bfloat16)
     sizes: list[int] = []
+    tokens_TD, token_of_row_R = case.x_RD.clone(), torch.arange(case.num_rows)
 
     def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
+        # the tokens and their order are the dispatcher's, which keeps them anyway
+        if tensor.data_ptr() not in (tokens_TD.data_ptr(), token_of_row_R.data_ptr()):
+            sizes.append(tensor.nbytes)
         return tensor
 
     case.x_RD.requires_grad_()
     case.gate_LFD.requires_grad_()
+    source = RowSource(tokens_TD, token_of_row_R)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
+        compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF, source)
     return sum(sizes) / case.num_rows
+
+
+def _check_gathered_again(compute: KernelExperts, case: Case) -> Figures:
+    """Rows that are gathered again for backward give the same gradients, bit for bit."""
+    order_R = torch.randperm(case.x_RD.shape[0])
+    tokens_TD = torch.empty_like(case.x_RD).index_copy_(0, order_R, case.x_RD)
+    source = RowSource(tokens_TD, order_R)
+    given = outputs_and_gradients(compute, case)
+    gathered = outputs_and_gradients(lambda *operands: compute(*operands, source), case)
+    return {"gathered again, wrong": sum(int((gathered[key] != given[key]).sum()) for key in given)}
 
 
 def _in_bf16(compute: KernelExperts) -> Callable[..., Tensor]:

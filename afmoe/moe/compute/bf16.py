@@ -95,7 +95,7 @@ class Bf16Compute:
         with torch.autocast(x_RD.device.type, enabled=False):
             x_RD = x_RD.bfloat16()
             if self.uses_kernels:
-                return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF).to(dtype)
+                return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, source).to(dtype)
             weights = (gate_LFD, up_LFD, down_LDF)
             # the products take the dtype of x: weights and biases are cast there
             return expert_mlp(x_RD, offsets_L, *weights, self.activation, biases, source).to(dtype)

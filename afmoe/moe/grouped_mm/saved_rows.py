@@ -18,6 +18,10 @@ class RowSource(NamedTuple):
     tokens_TD: Tensor
     token_of_row_R: Tensor
 
+    def rows(self) -> Tensor:
+        """x, gathered again, in the tokens' dtype."""
+        return self.tokens_TD.index_select(0, self.token_of_row_R)
+
 
 class SavedRows(NamedTuple):
     """x itself, or its source (the other is None)."""

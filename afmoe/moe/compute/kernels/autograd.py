@@ -1,7 +1,8 @@
 """The MLP of many experts on the kernels: one autograd node, forward and backward, in any format.
 
-Saved for backward: the copy of x for the weight gradients and the products before the activation; the hidden
-rows are computed again. In fp8 that is hidden_size + 4 x intermediate_size bytes a row in bf16 models.
+Saved for backward: the products before the activation, and of x the copy for the weight gradients, or where
+it was gathered from if that copy would be the rows themselves; the hidden rows are computed again. In bf16
+models that is 4 x intermediate_size bytes a row, and hidden_size more in fp8.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from afmoe.moe.activations import Activation
 from afmoe.moe.compute.kernels.layout import TileLayout
 from afmoe.moe.compute.kernels.products import Products, Stored, Weight
 from afmoe.moe.compute.weight_copies import WeightCopies
+from afmoe.moe.grouped_mm import RowSource
 
 
 class KernelExperts:
@@ -28,7 +30,13 @@ class KernelExperts:
         self.weight_copies = WeightCopies()
 
     def __call__(
-        self, x_RD: Tensor, offsets_L: Tensor, gate_LFD: Tensor | None, up_LFD: Tensor, down_LDF: Tensor
+        self,
+        x_RD: Tensor,
+        offsets_L: Tensor,
+        gate_LFD: Tensor | None,
+        up_LFD: Tensor,
+        down_LDF: Tensor,
+        source: RowSource | None = None,
     ) -> Tensor:
         """activation.hidden(x @ gate.T, x @ up.T) @ down.T per expert. Contract: `afmoe.moe.compute`.
 
@@ -36,7 +44,8 @@ class KernelExperts:
         belong to.
         """
         # the decorator is typed as if it returned one
-        return _multiply(self, x_RD, offsets_L, gate_LFD, up_LFD, down_LDF)  # pyright: ignore[reportCallIssue]
+        weights = (gate_LFD, up_LFD, down_LDF)
+        return _multiply(self, x_RD, offsets_L, weights, source)  # pyright: ignore[reportCallIssue]
 
     def on_weights_updated(self) -> None:
         self.weight_copies.drop()
@@ -54,16 +63,17 @@ def _multiply(
     experts: KernelExperts,
     x_RD: Tensor,
     offsets_L: Tensor,
-    gate_LFD: Tensor | None,
-    up_LFD: Tensor,
-    down_LDF: Tensor,
+    gate_up_down: tuple[Tensor | None, Tensor, Tensor],
+    source: RowSource | None,
 ) -> Tensor:
-    weights = tuple(weight for weight in (gate_LFD, up_LFD, down_LDF) if weight is not None)
+    weights = tuple(weight for weight in gate_up_down if weight is not None)
     if torch.is_grad_enabled():
         stored = experts.weight_copies.of(weights, experts.store_for_training)
     else:
         stored = experts.store(weights, transposed=False)
-    return _ExpertMlp.apply(offsets_L, experts.activation, experts.products, stored, x_RD, *weights)
+    if not experts.products.columns_are_rows:
+        source = None
+    return _ExpertMlp.apply(offsets_L, experts.activation, experts.products, stored, source, x_RD, *weights)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -76,21 +86,24 @@ class _ExpertMlp(torch.autograd.Function):
         activation: Activation,
         products: Products,
         stored: list[Weight],
+        source: RowSource | None,
         x_RD: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         *first, down = stored
         layout = TileLayout.of(offsets_L, x_RD.shape[0])
-        needs_first = any(ctx.needs_input_grad[5:-1])
-        x_rows, x_columns = products.store(x_RD, layout, rows=True, columns=needs_first)
+        needs_first = any(ctx.needs_input_grad[6:-1])
+        x_rows, x_columns = products.store(x_RD, layout, rows=True, columns=needs_first and source is None)
         results_RF = [
-            products.multiply([(x_rows, weight.forward)], layout, _new_rows(x_RD, source.shape[1]))
-            for weight, source in zip(first, weights, strict=False)
+            products.multiply([(x_rows, weight.forward)], layout, _new_rows(x_RD, like.shape[1]))
+            for weight, like in zip(first, weights, strict=False)
         ]
         hidden_rows, _ = products.store(activation.hidden(*results_RF), layout, rows=True, columns=False)
         y_RD = products.multiply([(hidden_rows, down.forward)], layout, _new_rows(x_RD, x_RD.shape[1]))
-        ctx.save_for_backward(*results_RF, *x_columns)
+        kept_of_x = source if needs_first and source is not None else x_columns
+        ctx.save_for_backward(*results_RF, *kept_of_x)
         ctx.layout, ctx.activation, ctx.products, ctx.stored = layout, activation, products, stored
+        ctx.has_source = source is not None
         ctx.like = [(weight.shape, weight.dtype) for weight in weights]
         return y_RD
 
@@ -98,11 +111,11 @@ class _ExpertMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         *first, down = ctx.stored
-        results_RF, x_columns = ctx.saved_tensors[: len(first)], ctx.saved_tensors[len(first) :]
+        results_RF, kept_of_x = ctx.saved_tensors[: len(first)], ctx.saved_tensors[len(first) :]
         layout: TileLayout = ctx.layout
         activation: Activation = ctx.activation
         products: Products = ctx.products
-        needs_x, *needs_first, needs_down = ctx.needs_input_grad[4:]
+        needs_x, *needs_first, needs_down = ctx.needs_input_grad[5:]
         needs_hidden = needs_x or any(needs_first)
 
         def weight_gradients(
@@ -125,6 +138,10 @@ class _ExpertMlp(torch.autograd.Function):
                 products.store(grad, layout, rows=needs_x, columns=needed)
                 for grad, needed in zip(grads_RF, needs_first, strict=True)
             ]
+            x_columns = kept_of_x
+            if ctx.has_source and any(needs_first):
+                x_RD = RowSource(*kept_of_x).rows().to(grad_y_RD.dtype)
+                _, x_columns = products.store(x_RD, layout, rows=False, columns=True)
             grad_first = weight_gradients([columns for _, columns in copies], x_columns, ctx.like[:-1])
             if needs_x:
                 pairs = [(rows, weight.transposed) for (rows, _), weight in zip(copies, first, strict=True)]
@@ -133,7 +150,7 @@ class _ExpertMlp(torch.autograd.Function):
             hidden_RF = activation.hidden(*results_RF)
         _, hidden_columns = products.store(hidden_RF, layout, rows=False, columns=needs_down)
         grad_down = weight_gradients([grad_y_columns], hidden_columns, ctx.like[-1:])
-        return None, None, None, None, grad_x_RD, *grad_first, *grad_down
+        return None, None, None, None, None, grad_x_RD, *grad_first, *grad_down
 
 
 def _new_rows(like_RD: Tensor, size: int) -> Tensor:

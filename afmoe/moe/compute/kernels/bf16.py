@@ -27,6 +27,8 @@ _BYTES_PER_STAGE = 2 * _STEP * (TILE_ROWS + BLOCK)
 class Bf16Products:
     """Operands are rounded to bf16, where they are not bf16 already."""
 
+    columns_are_rows = True
+
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         w_LNK = _stored(w_LNK, num_dims=2)
         return Weight(forward=(w_LNK,), transposed=(w_LNK.transpose(1, 2),) if transposed else ())

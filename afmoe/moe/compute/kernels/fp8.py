@@ -30,6 +30,7 @@ class Fp8Products:
     def __init__(self, scales: str, wgrad: str) -> None:
         self.powers_of_two = scales == "ue8m0"
         self.bf16 = Bf16Products() if wgrad == "bf16" else None
+        self.columns_are_rows = self.bf16 is not None
 
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         return quantize_weights(w_LNK, powers_of_two=self.powers_of_two, transposed=transposed)

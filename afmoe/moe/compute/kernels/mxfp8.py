@@ -28,6 +28,7 @@ class Mxfp8Products:
 
     def __init__(self, wgrad: str = "mxfp8") -> None:
         self.bf16 = Bf16Products() if wgrad == "bf16" else None
+        self.columns_are_rows = self.bf16 is not None
 
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         return quantize_mx_weights(w_LNK, transposed=transposed)

@@ -27,6 +27,11 @@ class Weight:
 class Products(Protocol):
     """The grouped products of one format: operands are stored once and used by several products."""
 
+    @property
+    def columns_are_rows(self) -> bool:
+        """Whether `columns` of `store` are the rows in bf16: to keep them would be to keep the rows."""
+        ...
+
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight: ...
 
     def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
