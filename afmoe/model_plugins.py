@@ -10,6 +10,7 @@ from afmoe.config import AfmoeConfig
 from afmoe.errors import MachineError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.compute import check_compute
+from afmoe.moe.dispatch import make_dispatcher
 
 
 class ModelPlugins:
@@ -23,9 +24,9 @@ class ModelPlugins:
         self.attention = registry.build(
             registry.configure("attention", attention), window=config.sliding_window, hardware=hardware
         )
-        self.dispatcher = registry.build(
-            registry.configure("moe/dispatch", dispatch), num_experts=config.num_experts
-        )
+        self.dispatch = registry.configure("moe/dispatch", dispatch)
+        # for one process; a strategy that shares the experts puts its own dispatcher in its place
+        self.dispatcher = make_dispatcher(dispatch, num_experts=config.num_experts)
         self._compute = registry.configure("moe/compute", compute)
         self._hardware = hardware
         self._sizes = _sizes(config)

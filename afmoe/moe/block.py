@@ -40,15 +40,16 @@ class MoeBlock(CountedModule):
         """
         tokens_TD = hidden_BSD.flatten(0, 1)
         routing = self.router(tokens_TD, token_mask_T)
-        dispatched = self.dispatcher.dispatch(
-            self.prepare_expert_input(tokens_TD), routing.expert_ids_TK, token_mask_T
-        )
+        plan = self.dispatcher.plan(routing.expert_ids_TK, token_mask_T)
+        # before dispatch: ranks that share the experts tell each other their counts meanwhile
+        shared_BSD = None if self.shared_expert is None else self.shared_expert(hidden_BSD)
+        dispatched = self.dispatcher.dispatch(self.prepare_expert_input(tokens_TD), plan)
         rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
         routed_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, dispatched.state)
         output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
-        if self.shared_expert is not None:
-            output_BSD = self.shared_expert(hidden_BSD) + output_BSD
-        self.count(routing, dispatched.counts_E, token_mask_T)
+        if shared_BSD is not None:
+            output_BSD = shared_BSD + output_BSD
+        self.count(routing, plan.counts_E, token_mask_T)
         return output_BSD, routing.logits_TE
 
     def prepare_expert_input(self, tokens_TD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from afmoe.errors import ConfigError
-from afmoe.moe.dispatch.local import sum_by_bags, sum_by_gather
+from afmoe.moe.dispatch.copies import sum_by_bags, sum_by_gather
 from afmoe.registry import build, configure
 
 T, K, E, D = 37, 3, 8, 16
@@ -44,7 +44,7 @@ def run_layer(
     dispatcher: Any, tokens_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None
 ) -> Tensor:
     """Dispatch, an expert e that multiplies by e + 1 (zero on padding rows), combine."""
-    dispatched = dispatcher.dispatch(tokens_TD, ids_TK, mask_T)
+    dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, mask_T))
     rows_R = torch.arange(dispatched.rows_RD.shape[0])
     expert_R = torch.searchsorted(dispatched.offsets_L, rows_R, right=True)
     factor_R = torch.where(expert_R < E, expert_R + 1, 0).to(tokens_TD.dtype)
@@ -73,7 +73,7 @@ def test_outputs_and_gradients_equal_a_sum_token_by_token(
 def test_each_real_copy_lies_once_in_the_rows_of_its_expert(dispatcher: Any) -> None:
     tokens_TD, ids_TK, _ = random_routing()
     mask_T = torch.rand(T) > 0.2
-    dispatched = dispatcher.dispatch(tokens_TD, ids_TK, mask_T)
+    dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, mask_T))
     assert dispatched.rows_RD.shape == (T * K, D)
     assert dispatched.offsets_L.dtype == torch.int32
     assert dispatched.offsets_L[-1] == mask_T.sum() * K
@@ -85,12 +85,12 @@ def test_each_real_copy_lies_once_in_the_rows_of_its_expert(dispatcher: Any) -> 
 
 
 def test_counts_are_the_routed_copies_of_real_tokens(dispatcher: Any) -> None:
-    tokens_TD, ids_TK, _ = random_routing()
+    _, ids_TK, _ = random_routing()
     mask_T = torch.rand(T) > 0.5
-    counts_E = dispatcher.dispatch(tokens_TD, ids_TK, mask_T).counts_E
+    counts_E = dispatcher.plan(ids_TK, mask_T).counts_E
     assert counts_E.dtype == torch.int64
     assert counts_E.tolist() == [int((ids_TK[mask_T] == expert).sum()) for expert in range(E)]
-    assert dispatcher.dispatch(tokens_TD, ids_TK, None).counts_E.sum() == T * K
+    assert dispatcher.plan(ids_TK, None).counts_E.sum() == T * K
 
 
 def test_the_order_of_a_tokens_experts_changes_only_rounding(dispatcher: Any) -> None:
@@ -131,7 +131,9 @@ def test_the_two_ways_to_sum_a_tokens_copies_agree(dtype: torch.dtype, weighted:
 
 
 def test_a_batch_without_tokens_works(dispatcher: Any) -> None:
-    dispatched = dispatcher.dispatch(torch.randn(0, D), torch.zeros(0, K, dtype=torch.int64), None)
+    dispatched = dispatcher.dispatch(
+        torch.randn(0, D), dispatcher.plan(torch.zeros(0, K, dtype=torch.int64), None)
+    )
     assert dispatched.offsets_L.tolist() == [0] * E
     assert dispatcher.combine(dispatched.rows_RD, torch.zeros(0, K), dispatched.state).shape == (0, D)
 

@@ -1,8 +1,4 @@
-"""`moe/dispatch=local`: every expert lives in this process, so dispatch is a sort and combine its inverse.
-
-Both directions are gathers, forward and backward: the inverse permutation says where a token's copies went.
-That replaces the scatter-add that autograd would use for a gather's gradient, and fixes every sum's order.
-"""
+"""`moe/dispatch=local`: every expert lives in this process, so dispatch is a sort and combine its inverse."""
 
 from __future__ import annotations
 
@@ -10,17 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from afmoe.errors import ConfigError
-from afmoe.moe.dispatch import Dispatched
+from afmoe.hardware import Hardware
+from afmoe.moe.dispatch import Dispatched, refuse_several_ranks
+from afmoe.moe.dispatch.copies import Copies
 from afmoe.moe.grouped_mm import RowSource
 from afmoe.registry import register
-
-CHUNK_ELEMENTS = 1 << 19
-"""Values of a backward chunk on a CPU (2 MiB in fp32)."""
 
 
 @register("moe/dispatch", "local")
@@ -32,132 +24,25 @@ class LocalDispatcher:
         pass
 
     def __init__(self, config: Config, *, num_experts: int, process_group: Any = None) -> None:
-        if process_group is not None and process_group.size() > 1:
-            raise ConfigError(
-                "moe/dispatch=local keeps every expert in one process, but here "
-                f"{process_group.size()} ranks share them; use moe/dispatch=all_to_all"
-            )
+        if process_group is not None:
+            refuse_several_ranks(process_group.size())
         self.num_experts = num_experts
 
-    def dispatch(self, tokens_TD: Tensor, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Dispatched:
-        num_copies = expert_ids_TK.shape[1]
-        if token_mask_T is not None:
-            # behind every expert: the copies of masked tokens become the padding rows
-            expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], self.num_experts)
-        order_N, ends_E = sort_by_expert(expert_ids_TK, self.num_experts)
-        copy_to_row_TK = invert_permutation(order_N).view(-1, num_copies)
-        token_of_row_N = order_N // num_copies
-        rows_RD = _GatherRows.apply(tokens_TD, token_of_row_N, copy_to_row_TK)
+    @classmethod
+    def why_not(cls, config: Config, *, hardware: Hardware) -> str | None:
+        return None
+
+    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Copies:
+        return Copies.of(expert_ids_TK, token_mask_T, self.num_experts)
+
+    def dispatch(self, tokens_TD: Tensor, plan: Copies, weights_TK: Tensor | None = None) -> Dispatched:
         return Dispatched(
-            rows_RD=rows_RD,
-            offsets_L=ends_E.to(torch.int32),
-            counts_E=ends_E.diff(prepend=ends_E.new_zeros(1)),
-            state=_State(order_N, token_of_row_N, copy_to_row_TK, token_mask_T),
+            rows_RD=plan.gather(tokens_TD, weights_TK),
+            offsets_L=plan.ends_E.to(torch.int32),
+            state=plan,
             # only read: their gradient is that of the rows
-            source=RowSource(tokens_TD.detach(), token_of_row_N),
+            source=RowSource(tokens_TD.detach(), plan.token_of_row_N) if weights_TK is None else None,
         )
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
-        if state.token_mask_T is not None:
-            weights_TK = weights_TK.masked_fill(~state.token_mask_T[:, None], 0.0)
-        return _WeightedSum.apply(rows_RD, weights_TK, state)
-
-
-@dataclass(frozen=True)
-class _State:
-    """Where each copy went."""
-
-    order_N: Tensor
-    """Copy (token * K + k) that lies in each row."""
-    token_of_row_N: Tensor
-    copy_to_row_TK: Tensor
-    """Inverse of `order_N`."""
-    token_mask_T: Tensor | None
-
-
-def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Order the routed copies so that each expert's rows are contiguous, in the order of the tokens.
-
-    Returns `order_N` (copy that goes to each row) and `ends_E` (row at which each expert ends, int64). Ids of
-    `num_experts` and above sort last and belong to no expert.
-    """
-    sorted_ids_N, order_N = expert_ids_TK.flatten().sort(stable=True)
-    experts_E = torch.arange(num_experts, device=expert_ids_TK.device)
-    return order_N, torch.searchsorted(sorted_ids_N, experts_E, right=True)
-
-
-def invert_permutation(order_N: Tensor) -> Tensor:
-    """`inverse` with `inverse[order[i]] = i`."""
-    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
-
-
-def sum_copies(rows_ND: Tensor, copy_to_row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Each token's sum over its rows, weighted if `weights_TK` is given: in fp32 at least, rounded once."""
-    return (sum_by_gather if rows_ND.is_cuda else sum_by_bags)(rows_ND, copy_to_row_TK, weights_TK)
-
-
-def sum_by_bags(rows_ND: Tensor, copy_to_row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """`sum_copies` without the [T, K, D] tensor of all copies: on a CPU it takes an eighth of the time."""
-    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
-    weights_TK = None if weights_TK is None else weights_TK.to(dtype)
-    sums_TD = F.embedding_bag(copy_to_row_TK, rows_ND.to(dtype), mode="sum", per_sample_weights=weights_TK)
-    return sums_TD.to(rows_ND.dtype)
-
-
-def sum_by_gather(rows_ND: Tensor, copy_to_row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    copies_TKD = rows_ND[copy_to_row_TK]
-    if weights_TK is not None:
-        copies_TKD = copies_TKD * weights_TK[:, :, None]
-    # a sum of bf16 values accumulates in fp32
-    return copies_TKD.sum(1).to(rows_ND.dtype)
-
-
-class _GatherRows(torch.autograd.Function):
-    """rows = tokens[token_of_row]; a token's gradient is the sum over its copies' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens_TD: Tensor, token_of_row_N: Tensor, copy_to_row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(copy_to_row_TK)
-        return tokens_TD.index_select(0, token_of_row_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_ND: Tensor
-    ) -> tuple[Tensor, None, None]:
-        (copy_to_row_TK,) = ctx.saved_tensors
-        return sum_copies(grad_ND, copy_to_row_TK), None, None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """tokens = sum over k of weights[t, k] * rows[copy_to_row[t, k]], in fp32 at least."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
-        ctx.state = state
-        ctx.save_for_backward(rows_ND, weights_TK)
-        return sum_copies(rows_ND, state.copy_to_row_TK, weights_TK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_TD: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        rows_ND, weights_TK = ctx.saved_tensors
-        state: _State = ctx.state
-        needs_rows, needs_weights, _ = ctx.needs_input_grad
-        num_rows, size = rows_ND.shape
-        grad_rows_ND = torch.empty_like(rows_ND, memory_format=torch.contiguous_format)
-        dots_N1 = weights_TK.new_empty(num_rows, 1)
-        weight_of_row_N1 = weights_TK.flatten()[state.order_N][:, None]
-        # on a GPU in one go; on a CPU what lies between stays in the cache
-        step = max(1, num_rows if rows_ND.is_cuda else CHUNK_ELEMENTS // size)
-        for start in range(0, num_rows, step):
-            part = slice(start, start + step)
-            grad = grad_TD.index_select(0, state.token_of_row_N[part]).to(weights_TK.dtype)
-            if needs_weights:
-                torch.sum(grad * rows_ND[part], 1, keepdim=True, out=dots_N1[part])
-            if needs_rows:
-                grad_rows_ND[part] = grad.mul_(weight_of_row_N1[part])
-        grad_weights_TK = dots_N1[:, 0][state.copy_to_row_TK] if needs_weights else None
-        return grad_rows_ND if needs_rows else None, grad_weights_TK, None
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor | None, state: Copies) -> Tensor:
+        return state.sum(rows_RD, weights_TK)
