@@ -32,6 +32,7 @@ PLUGINS: dict[str, dict[str, str]] = {
         "deepgemm_fp8": "afmoe.moe.compute.deepgemm_fp8",
     },
     "moe/dispatch": {
+        "all_to_all": "afmoe.moe.dispatch.all_to_all",
         "local": "afmoe.moe.dispatch.local",
     },
     "data": {
@@ -40,6 +41,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     },
     "optim": {
         "adamw": "afmoe.optim.adamw",
+        "muon": "afmoe.optim.muon",
     },
     "scheduler": {
         "wsd": "afmoe.optim.wsd",
@@ -47,6 +49,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     "trainer/strategy": {
         "auto": "afmoe.parallel.auto",
         "ddp": "afmoe.parallel.ddp",
+        "deepspeed": "afmoe.parallel.deepspeed",
     },
     "logger": {
         "tensorboard": "afmoe.logger.tensorboard",
