@@ -94,6 +94,15 @@ def has_cxx_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()
 
 
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bf16 (AVX512-BF16 or AMX), as far as Linux tells."""
+    information = Path("/proc/cpuinfo")
+    if not information.is_file():
+        return False
+    flags = re.search(r"^flags\s*: (.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags[1].split())
+
+
 def _cpu_name() -> str:
     """The processor's product name where the system tells it, else its architecture."""
     information = Path("/proc/cpuinfo")

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
@@ -19,6 +20,8 @@ from afmoe.errors import ConfigError
 from afmoe.losses import IGNORED
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.moe.statistics import count_routing
+from afmoe.optim.groups import freeze_parameters, refuse_other_groups
+from afmoe.optim.master_weights import MasterWeights
 
 Batch = dict[str, Any]
 
@@ -39,6 +42,8 @@ class AfmoeModule(pl.LightningModule):
         documents with every label predicted right is logged at validation; None: not logged.
         """
         super().__init__()
+        # now: a strategy looks at what is trained when it wraps the model
+        freeze_parameters(model, optim.config)
         self.model = model
         self.optim = optim
         self.scheduler = scheduler
@@ -111,6 +116,9 @@ class AfmoeModule(pl.LightningModule):
                 "trainer.max_epochs"
             )
         optimizer = self.optim.optimizer(self.model)
+        optimizer.register_load_state_dict_pre_hook(refuse_other_groups)
+        if isinstance(self.trainer.precision_plugin, HalfPrecision):
+            optimizer = MasterWeights(optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.scheduler.factor(int(steps)))
         return {
             "optimizer": optimizer,

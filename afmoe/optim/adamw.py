@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from afmoe.errors import ConfigError
 from afmoe.optim.groups import parameter_groups
+from afmoe.optim.options import OptimOptions, check_betas, check_eps
 from afmoe.registry import register
 
 
@@ -17,41 +17,28 @@ class AdamW:
     """Makes `torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101) for a model."""
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(OptimOptions):
         lr: float = 4e-3
+        weight_decay: float = 0.01
         betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
         eps: float = 1e-8
-        weight_decay: float = 0.01
-        gradient_clip: float | None = 1.0
-        """Largest global gradient norm; None: no clipping."""
 
         def __post_init__(self) -> None:
-            if not self.lr > 0:
-                raise ConfigError(f"optim.lr must be positive, got {self.lr}")
-            if self.betas is None or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-                raise ConfigError(f"optim.betas takes two numbers in [0, 1), got {self.betas}")
-            if not self.eps > 0:
-                raise ConfigError(f"optim.eps must be positive, got {self.eps}")
-            if self.weight_decay < 0:
-                raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
-            if self.gradient_clip is not None and not self.gradient_clip > 0:
-                raise ConfigError(
-                    f"optim.gradient_clip must be positive, or null for no clipping, got {self.gradient_clip}"
-                )
+            super().__post_init__()
+            check_betas(self.betas)
+            check_eps(self.eps)
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over `model`'s trainable parameters. Raises `ConfigError` when all are frozen."""
-        groups = parameter_groups(model, self.config.weight_decay)
-        if not groups:
-            raise ConfigError("no parameter is left to train: every one is frozen")
         return torch.optim.AdamW(
-            groups,
+            parameter_groups(model, self.config, matrices={"rule": "adamw"}, others={"rule": "adamw"}),
             lr=self.config.lr,
             betas=(self.config.betas[0], self.config.betas[1]),
             eps=self.config.eps,
-            # one kernel over all parameters, on CPU too
+            # one kernel over all parameters, on CPU too; of torch's three implementations it alone skips a
+            # step (`found_inf`) without waiting for the device
             fused=True,
         )
