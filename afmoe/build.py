@@ -32,6 +32,7 @@ from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
 from afmoe.model_plugins import check_plugins
 from afmoe.module import AfmoeModule
+from afmoe.parallel.deepspeed import check_strategy
 from afmoe.registry import build, configure
 from afmoe.run import Run
 
@@ -223,6 +224,13 @@ def make_callbacks(
             SaveCheckpoints(run.directory, config.checkpoint.every_n_steps, config.checkpoint.keep_last)
         )
     return callbacks
+
+
+def check_parallelism(
+    config: RunConfig, source: ModelSource, trainer: pl.Trainer, hardware: Hardware
+) -> None:
+    """Refuse what the strategy cannot share among the trainer's processes."""
+    check_strategy(config, source.config, world_size=trainer.world_size, hardware=hardware)
 
 
 def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback], hardware: Hardware) -> pl.Trainer:

@@ -22,6 +22,7 @@ from afmoe.checkpoint.export import export_run
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.module import AfmoeModule
+from afmoe.parallel.deepspeed import gathered_tensors
 from afmoe.run import Run, command_line, started_from
 from callbacks.run_metrics import RunMetrics, write_metrics
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _PACKAGES = (
     "torch",
     "lightning",
+    "deepspeed",
     "transformers",
     "hydra-core",
     "omegaconf",
@@ -101,18 +103,29 @@ def finish(
     """
     if metrics.validated_step != trainer.global_step and len(data.validation_split):
         trainer.validate(module, data, verbose=False)
-    if config.export.enabled and trainer.is_global_zero:
+    if config.export.enabled:
+        _export(config, run, trainer, module, data)
+    values = write_metrics(run.directory / "metrics.json", trainer, metrics, "finished")
+    if trainer.logger is not None:
+        trainer.logger.finalize("success")
+    return values
+
+
+def _export(
+    config: RunConfig, run: Run, trainer: pl.Trainer, module: AfmoeModule, data: AfmoeDataModule
+) -> None:
+    tensors = gathered_tensors(trainer.strategy, module.model)
+    if trainer.is_global_zero:
         export_run(
             module.model,
             data.tokenizer,
             run.directory / "export",
             layout=config.export.layout,
             end_of_turn_id=data.renderer.end_of_turn_id,
+            tensors=tensors,
         )
-    values = write_metrics(run.directory / "metrics.json", trainer, metrics, "finished")
-    if trainer.logger is not None:
-        trainer.logger.finalize("success")
-    return values
+    elif tensors is not None:
+        tensors.take_part()
 
 
 def _version(package: str) -> str | None:

@@ -28,7 +28,9 @@ def train(config: RunConfig, run: Run) -> float | None:
     from afmoe.console import quiet_libraries
     from afmoe.data.datamodule import AfmoeDataModule
     from afmoe.hardware import detect_hardware
+    from afmoe.flops import ModelFlops
     from callbacks.run_metrics import RunMetrics
+    from callbacks.throughput import Throughput
 
     quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
@@ -45,10 +47,12 @@ def train(config: RunConfig, run: Run) -> float | None:
         tokenizer,
         seed=config.seed,
         accumulate=config.trainer.accumulate_grad_batches,
+        count_flops=ModelFlops.of(source.config).training,
     )
     data.setup()
-    metrics = RunMetrics()
-    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, [metrics]), hardware)
+    metrics = RunMetrics(Throughput())
+    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, metrics), hardware)
+    build.check_parallelism(config, source, trainer, hardware)
     if config.dry_run:
         screens.show_plan(config, source, data, hardware)
         return None

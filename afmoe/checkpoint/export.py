@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from afmoe.checkpoint.config_file import CONFIG, config_fields, write_json
 from afmoe.checkpoint.model_directory import DOCUMENTS, GENERATION_CONFIG, replaced_model_directory
-from afmoe.checkpoint.pretrained import storage_dtype, write_model
+from afmoe.checkpoint.pretrained import ModelTensors, storage_dtype, write_model
 from afmoe.errors import ConfigError
 from afmoe.model import AfmoeForCausalLM
 
@@ -25,8 +25,11 @@ def export_run(
     layout: str = "hf",
     *,
     end_of_turn_id: int | None = None,
+    tensors: ModelTensors | None = None,
 ) -> None:
     """Write `directory` whole or not at all, in place of an older export there.
+
+    `tensors`: the model's, where it does not hold all of them itself.
 
     The ids that begin, end and fill a text are the tokenizer's, whatever the model's config said: the end
     is what the model was trained to write, the tokenizer's stop token and `end_of_turn_id` where the chat
@@ -50,7 +53,7 @@ def export_run(
     # greedy unless a person asks for sampling: transformers' pipeline samples where nothing is said
     generation = {**ids, "do_sample": False, "transformers_version": version("transformers")}
     with replaced_model_directory(Path(directory), DOCUMENTS) as temporary:
-        write_model(model, temporary, layout)
+        write_model(tensors or ModelTensors(model), temporary, layout)
         write_json(temporary / CONFIG, fields)
         write_json(
             temporary / GENERATION_CONFIG,

@@ -95,25 +95,41 @@ def save_pretrained(
     """
     fields = config_fields(model.config, layout, dtype or storage_dtype(model))
     with replaced_model_directory(Path(directory), DOCUMENTS | TOKENIZER_FILES) as temporary:
-        write_model(model, temporary, layout, max_shard_size, dtype)
+        write_model(ModelTensors(model), temporary, layout, max_shard_size, dtype)
         write_json(temporary / CONFIG, fields)
         write_json(temporary / GENERATION_CONFIG, generation_fields(model.config))
 
 
+class ModelTensors:
+    """A model's tensors under their canonical names, tied ones once: shapes first, then part by part."""
+
+    def __init__(self, model: AfmoeForCausalLM) -> None:
+        self.state = _canonical_state(model)
+
+    @property
+    def specs(self) -> dict[str, Tensor]:
+        """Every tensor's shape and dtype, on the meta device."""
+        return {key: torch.empty_like(tensor, device="meta") for key, tensor in self.state.items()}
+
+    def read(self, layer: int | None) -> dict[str, Tensor]:
+        """The tensors of one layer; None: those of no layer."""
+        return {key: tensor for key, tensor in self.state.items() if layer_of(key) == layer}
+
+
 def write_model(
-    model: AfmoeForCausalLM,
+    tensors: ModelTensors,
     directory: Path,
     layout: str,
     max_shard_size: int = MAX_SHARD_SIZE,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the weights only, into an existing directory."""
-    state = _canonical_state(model)
-    specs = stored_specs(convert(_specs(state), "canonical", layout), dtype)
+    """Write the weights only, into an existing directory, layer by layer."""
+    canonical = tensors.specs
+    specs = stored_specs(convert(canonical, "canonical", layout), dtype)
     with TensorWriter(directory, specs, max_shard_size) as writer:
-        writer.write({key: tensor for key, tensor in state.items() if layer_of(key) is None})
-        for layer in layers_of(state):
-            writer.write(convert_layer(state, layer, "canonical", layout))
+        writer.write(tensors.read(None))
+        for layer in layers_of(canonical):
+            writer.write(convert_layer(tensors.read(layer), layer, "canonical", layout))
 
 
 def storage_dtype(model: AfmoeForCausalLM) -> torch.dtype:
@@ -127,7 +143,3 @@ def _canonical_state(model: AfmoeForCausalLM) -> dict[str, Tensor]:
     if model.config.tie_word_embeddings:
         del state[HEAD]
     return {key: tensor.detach() for key, tensor in state.items()}
-
-
-def _specs(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: torch.empty_like(tensor, device="meta") for key, tensor in state.items()}

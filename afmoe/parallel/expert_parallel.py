@@ -1,0 +1,115 @@
+"""Experts shared by the ranks of a group: DeepSpeed's groups and tags, this rank's slice, the dispatcher.
+
+DeepSpeed knows a shared parameter by two attributes and looks for them only if it finds a module of its own
+MoE class, so an empty one of that class is added. Its layer, router and dispatch are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
+from afmoe.moe.dispatch import make_dispatcher
+
+_MARKER = "expert_parallel_marker"
+
+
+class ExpertParallelMarker(MoE):
+    """Says to the engine that there are shared experts; holds no weights and computes nothing."""
+
+    def __init__(self, num_experts: int, ep_size: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts, self.ep_size = num_experts, ep_size
+        # the engine then neither writes nor reads files of single experts
+        self.num_local_experts = 0
+        self.expert_group_name = group_name(ep_size)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """The groups are there already."""
+
+
+class ExpertRanks:
+    """Who shares the experts: `ep_size` consecutive ranks have one whole set of them."""
+
+    def __init__(self, ep_size: int) -> None:
+        """Makes DeepSpeed's groups; every rank has to."""
+        name = group_name(ep_size)
+        if name not in groups._get_expert_parallel_group_dict():
+            groups._create_expert_and_data_parallel(ep_size)
+        self.ep_size = ep_size
+        self.group: Any = groups._get_expert_parallel_group(name)
+        """The ranks that share one set."""
+        self.rank = dist.get_rank(self.group)
+
+    def shard(self, module: nn.Module, model: AfmoeForCausalLM) -> None:
+        """Keep this rank's experts of `model`, a part of `module`, and let its tokens find the others'.
+
+        Before optimizer and engine are made; once.
+        """
+        if _MARKER in dict(module.named_children()):
+            return
+        num_experts = model.config.num_experts
+        dispatcher = make_dispatcher(model.model.dispatch, num_experts=num_experts, process_group=self.group)
+        for block in iter_moe_blocks(model):
+            for name, parameter in list(block.experts.named_parameters(recurse=False)):
+                # a copy: a view would keep the other ranks' experts in memory
+                local = nn.Parameter(self.slice(parameter.detach()).clone(), parameter.requires_grad)
+                local.allreduce, local.group_name = False, group_name(self.ep_size)  # pyright: ignore[reportAttributeAccessIssue]
+                setattr(block.experts, name, local)
+            block.dispatcher = dispatcher
+        module.add_module(_MARKER, ExpertParallelMarker(num_experts, self.ep_size))
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """This rank's experts of a stacked tensor."""
+        return whole.chunk(self.ep_size)[self.rank]
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Every expert of a stacked tensor; each rank gives its own."""
+        parts = [torch.empty_like(local) for _ in range(self.ep_size)]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+    def mark_groups(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        """Tell DeepSpeed which optimizer groups hold experts, under the names that they have."""
+        own = group_name(self.ep_size)
+        for group in param_groups:
+            if is_shared(group["params"][0]):
+                group["moe"] = True
+                # it finds the process group by the name of the optimizer's group
+                groups._get_expert_parallel_group_dict()[group["name"]] = self.group
+                data_parallel = groups._get_expert_data_parallel_group_dict()
+                data_parallel[group["name"]] = data_parallel[own]
+
+
+def group_name(ep_size: int) -> str:
+    return f"ep_size_{ep_size}"
+
+
+def is_shared(parameter: nn.Parameter) -> bool:
+    """Whether ranks hold different parts of it."""
+    return getattr(parameter, "allreduce", True) is False
+
+
+@contextmanager
+def without_shm_comm() -> Iterator[None]:
+    """Keep DeepSpeed from compiling an operation that training never calls (110 s and a C++ compiler).
+
+    On a CPU it builds `shm_comm`, which serves `inference_all_reduce` only, when its communication starts.
+    This is an edit of its table of operations, undone at the end of the block.
+    """
+    table = deepspeed.ops.__compatible_ops__
+    before = table["deepspeed_shm_comm"]
+    table["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        table["deepspeed_shm_comm"] = before

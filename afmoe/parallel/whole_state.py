@@ -1,0 +1,144 @@
+"""A sharded run's state as a single process would have it, and back.
+
+Weights and optimizer states are brought together one tensor at a time; rank 0 keeps them on the CPU. Weights
+are the fp32 ones that the optimizer steps on. What comes out is what Lightning's own strategies give for one
+process, so a checkpoint knows nothing of ranks, ZeRO or experts' places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from afmoe.errors import ConfigError
+from afmoe.parallel.expert_parallel import ExpertRanks, is_shared
+from afmoe.parallel.optimizer_groups import CanonicalGroups
+from afmoe.parallel.partitions import Partitions
+
+
+class WholeState:
+    """Every rank has to make every call."""
+
+    def __init__(
+        self, module: Any, partitions: Partitions | None, expert_ranks: ExpertRanks | None, *, keeps: bool
+    ) -> None:
+        """`partitions` None: no optimizer. `keeps`: whether this rank is the one that gets the tensors."""
+        self.owner: nn.Module = module
+        self.partitions = partitions
+        self.expert_ranks = expert_ranks
+        self.keeps = keeps
+        self.parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
+
+    # --- out ---
+
+    def module(self) -> dict[str, Tensor]:
+        """The LightningModule's state dict; empty where nothing is kept."""
+        state: dict[str, Tensor] = {}
+        done: dict[int, Tensor | None] = {}
+        for name, tensor in self.owner.state_dict(keep_vars=True).items():
+            # tied weights stay one tensor
+            if id(tensor) not in done:
+                done[id(tensor)] = self._kept(
+                    self._weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+                )
+            whole = done[id(tensor)]
+            if whole is not None:
+                state[name] = whole
+        return state
+
+    def optimizer(self, groups: CanonicalGroups) -> dict[str, Any]:
+        """A torch optimizer's state dict over whole parameters; empty where nothing is kept."""
+        assert self.partitions is not None
+        state: dict[int, dict[str, Any]] = {}
+        for group in groups.canonical:
+            for number, name in zip(group.numbers, group.parameter_names, strict=True):
+                own = self._states(self.parameters[name])
+                if self.keeps and own:
+                    state[number] = own
+        live = self.partitions.optimizer.param_groups
+        settings = [
+            {
+                key: value
+                for key, value in live[group.position].items()
+                if key not in ("params", "moe", "parameter_names")
+            }
+            | {"params": group.numbers, "parameter_names": group.parameter_names}
+            for group in groups.canonical
+        ]
+        return {"state": state, "param_groups": settings} if self.keeps else {}
+
+    def _weight(self, parameter: nn.Parameter) -> Tensor:
+        assert self.partitions is not None
+        if parameter.requires_grad:
+            whole = self.partitions.gather(parameter)
+        else:
+            whole = self.partitions.module_weight(parameter)
+        return self._with_all_experts(parameter, whole)
+
+    def _states(self, parameter: nn.Parameter) -> dict[str, Any]:
+        partitions = self.partitions
+        assert partitions is not None
+        states: dict[str, Any] = {}
+        for key, is_elementwise in partitions.state_keys(parameter).items():
+            if is_elementwise:
+                value = self._kept(self._with_all_experts(parameter, partitions.gather(parameter, key)))
+            else:
+                value = self._kept(partitions.optimizer.state[partitions.flat(parameter)][key].clone())
+            if value is not None:
+                states[key] = value
+        return states
+
+    def _with_all_experts(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+        if self.expert_ranks is None or not is_shared(parameter):
+            return local
+        return self.expert_ranks.gather(local)
+
+    def _kept(self, tensor: Tensor) -> Tensor | None:
+        return tensor.cpu() if self.keeps else None
+
+    # --- in ---
+
+    @torch.no_grad()
+    def load_module(self, state: Mapping[str, Tensor]) -> None:
+        """Set weights, the optimizer's fp32 copies of them, and buffers. `ConfigError` for other keys."""
+        own = self.owner.state_dict(keep_vars=True)
+        if own.keys() != state.keys():
+            wrong = sorted(own.keys() ^ state.keys())
+            raise ConfigError(f"the checkpoint is of another model: {', '.join(wrong[:10])}")
+        for name, tensor in own.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(state[name])
+                continue
+            value = self._local(tensor, state[name]).to(tensor.device)
+            if self.partitions is None:
+                tensor.copy_(value)
+                continue
+            self.partitions.set_module_weight(tensor, value)
+            if tensor.requires_grad:
+                self.partitions.scatter(tensor, value)
+
+    @torch.no_grad()
+    def load_optimizer(self, groups: CanonicalGroups, state: Mapping[str, Any]) -> None:
+        """Set the optimizer's states and its groups' settings."""
+        partitions = self.partitions
+        assert partitions is not None
+        for group in groups.canonical:
+            for number, name in zip(group.numbers, group.parameter_names, strict=True):
+                parameter = self.parameters[name]
+                for key, value in state["state"].get(number, {}).items():
+                    if value.dim():
+                        partitions.scatter(parameter, self._local(parameter, value), key)
+                    else:
+                        partitions.set_scalar(parameter, value, key)
+        for source, live in zip(groups.sources, partitions.optimizer.param_groups, strict=True):
+            stored = state["param_groups"][source]
+            kept = ("params", "parameter_names", "name", "moe")
+            live.update({key: value for key, value in stored.items() if key not in kept})
+
+    def _local(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        if self.expert_ranks is None or not is_shared(parameter):
+            return whole
+        return self.expert_ranks.slice(whole)
