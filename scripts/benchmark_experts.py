@@ -177,9 +177,11 @@ def our_step(options: argparse.Namespace, name: str) -> Callable[[], None]:
 
     def step() -> None:
         compute.on_weights_updated()
-        dispatched = dispatcher.dispatch(inputs.tokens_TD, dispatcher.plan(inputs.expert_ids_TK, None))
+        dispatched = dispatcher.dispatch(
+            inputs.tokens_TD, inputs.weights_TK, dispatcher.plan(inputs.expert_ids_TK, None)
+        )
         rows_RD = compute(dispatched.rows_RD, dispatched.offsets_L, *weights)
-        y_TD = dispatcher.combine(rows_RD, inputs.weights_TK, dispatched.state)
+        y_TD = dispatcher.combine(rows_RD, dispatched.state)
         torch.autograd.grad(y_TD, [inputs.tokens_TD, inputs.weights_TK, *weights], inputs.grad_TD)
 
     return step

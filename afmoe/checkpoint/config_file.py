@@ -51,12 +51,16 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "quantization": (None,),
     "quantization_config": (None,),
-    "score_before_experts": (False, None),
     "topk_group": (1, None),
 }
 
 # ours: transformers knows neither these fields nor another value than the one here
-_VALUES_IN_TRANSFORMERS = {"norm_order": "scale_then_cast", "score_func": "sigmoid", "route_norm": True}
+_VALUES_IN_TRANSFORMERS = {
+    "norm_order": "scale_then_cast",
+    "score_func": "sigmoid",
+    "route_norm": True,
+    "score_before_experts": False,
+}
 _OUR_FIELDS = {*_VALUES_IN_TRANSFORMERS, "router_init", "rope_theta", "rope_scaling"}
 
 

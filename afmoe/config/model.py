@@ -77,6 +77,8 @@ class AfmoeConfig:
     score_func: str = "sigmoid"
     route_norm: bool = True
     """Divide the chosen scores by their sum."""
+    score_before_experts: bool = False
+    """Multiply an expert's input by its weight, not its output."""
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:

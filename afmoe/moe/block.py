@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,24 +29,33 @@ class MoeBlock(CountedModule):
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
+        self.score_before_experts = config.score_before_experts
         self.dispatcher = dispatcher
         self.router = Router(config)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, compute)
         self.shared_expert = shared_expert
 
-    def forward(self, hidden_BSD: Tensor, token_mask_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_BSD: Tensor, token_mask_T: Tensor | None = None, agreed: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """The block's output [B, S, D] and the router's logits [B*S, E].
 
-        `token_mask_T` (bool, None: all real): padding goes to no expert and is counted nowhere.
+        `token_mask_T` (bool, None: all real): padding goes to no expert and is counted nowhere. `agreed`:
+        what the dispatcher's ranks settled for this forward.
         """
         tokens_TD = hidden_BSD.flatten(0, 1)
         routing = self.router(tokens_TD, token_mask_T)
-        plan = self.dispatcher.plan(routing.expert_ids_TK, token_mask_T)
+        plan = self.dispatcher.plan(routing.expert_ids_TK, token_mask_T, agreed)
         # before dispatch: ranks that share the experts tell each other their counts meanwhile
         shared_BSD = None if self.shared_expert is None else self.shared_expert(hidden_BSD)
-        dispatched = self.dispatcher.dispatch(self.prepare_expert_input(tokens_TD), plan)
+        dispatched = self.dispatcher.dispatch(
+            self.prepare_expert_input(tokens_TD),
+            routing.weights_TK,
+            plan,
+            score_before_experts=self.score_before_experts,
+        )
         rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
-        routed_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, dispatched.state)
+        routed_TD = self.dispatcher.combine(rows_RD, dispatched.state)
         output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
         if shared_BSD is not None:
             output_BSD = shared_BSD + output_BSD
@@ -68,3 +78,10 @@ class MoeBlock(CountedModule):
 def moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
     """The MoE blocks of `model`, in the order of its layers, whatever it is wrapped in."""
     yield from (module for module in model.modules() if isinstance(module, MoeBlock))
+
+
+def agree(model: nn.Module, hidden_BSD: Tensor) -> Any:
+    """What the ranks that share the experts of `model` settle before one forward over `hidden_BSD`."""
+    block = next(moe_blocks(model), None)
+    num_tokens = hidden_BSD.shape[0] * hidden_BSD.shape[1]
+    return None if block is None else block.dispatcher.agree(num_tokens, hidden_BSD.device)

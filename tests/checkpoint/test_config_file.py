@@ -69,6 +69,7 @@ def published(tmp_path, **changes):
         "num_limited_groups": 1,
         "score_func": "sigmoid",
         "route_norm": True,
+        "score_before_experts": False,
         "use_grouped_mm": True,
         "rope_theta": 20000.0,
         "rope_scaling": None,
@@ -98,7 +99,6 @@ def test_older_rope_scaling_becomes_what_transformers_makes_of_it(tmp_path):
         ("n_group", 4),
         ("topk_group", 2),
         ("num_limited_groups", 2),
-        ("score_before_experts", True),
         ("partial_rotary_factor", 0.5),
         ("quantization_config", {"bits": 4}),
     ],
@@ -141,7 +141,13 @@ def test_a_missing_and_a_broken_config_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"norm_order": "cast_then_scale"}, {"score_func": "softmax"}, {"route_norm": False}]
+    "fields",
+    [
+        {"norm_order": "cast_then_scale"},
+        {"score_func": "softmax"},
+        {"route_norm": False},
+        {"score_before_experts": True},
+    ],
 )
 def test_what_transformers_cannot_express_is_refused_in_hf_and_kept_in_canonical(tmp_path, fields):
     config = AfmoeConfig(**fields)

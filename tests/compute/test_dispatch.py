@@ -44,11 +44,11 @@ def run_layer(
     dispatcher: Any, tokens_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None
 ) -> Tensor:
     """Dispatch, an expert e that multiplies by e + 1 (zero on padding rows), combine."""
-    dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, mask_T))
+    dispatched = dispatcher.dispatch(tokens_TD, weights_TK, dispatcher.plan(ids_TK, mask_T))
     rows_R = torch.arange(dispatched.rows_RD.shape[0])
     expert_R = torch.searchsorted(dispatched.offsets_L, rows_R, right=True)
     factor_R = torch.where(expert_R < E, expert_R + 1, 0).to(tokens_TD.dtype)
-    return dispatcher.combine(dispatched.rows_RD * factor_R[:, None], weights_TK, dispatched.state)
+    return dispatcher.combine(dispatched.rows_RD * factor_R[:, None], dispatched.state)
 
 
 @pytest.mark.parametrize("num_experts_used", [E, K])
@@ -71,9 +71,9 @@ def test_outputs_and_gradients_equal_a_sum_token_by_token(
 
 
 def test_each_real_copy_lies_once_in_the_rows_of_its_expert(dispatcher: Any) -> None:
-    tokens_TD, ids_TK, _ = random_routing()
+    tokens_TD, ids_TK, weights_TK = random_routing()
     mask_T = torch.rand(T) > 0.2
-    dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, mask_T))
+    dispatched = dispatcher.dispatch(tokens_TD, weights_TK, dispatcher.plan(ids_TK, mask_T))
     assert dispatched.rows_RD.shape == (T * K, D)
     assert dispatched.offsets_L.dtype == torch.int32
     assert dispatched.offsets_L[-1] == mask_T.sum() * K
@@ -131,11 +131,10 @@ def test_the_two_ways_to_sum_a_tokens_copies_agree(dtype: torch.dtype, weighted:
 
 
 def test_a_batch_without_tokens_works(dispatcher: Any) -> None:
-    dispatched = dispatcher.dispatch(
-        torch.randn(0, D), dispatcher.plan(torch.zeros(0, K, dtype=torch.int64), None)
-    )
+    plan = dispatcher.plan(torch.zeros(0, K, dtype=torch.int64), None)
+    dispatched = dispatcher.dispatch(torch.randn(0, D), torch.zeros(0, K), plan)
     assert dispatched.offsets_L.tolist() == [0] * E
-    assert dispatcher.combine(dispatched.rows_RD, torch.zeros(0, K), dispatched.state).shape == (0, D)
+    assert dispatcher.combine(dispatched.rows_RD, dispatched.state).shape == (0, D)
 
 
 def test_local_dispatch_refuses_experts_shared_by_several_ranks() -> None:

@@ -55,9 +55,9 @@ def our_layer(name: str) -> tuple[Experts, Callable[[Tensor], Tensor]]:
     ids_TK, weights_TK = routing()
 
     def layer(tokens_TD: Tensor) -> Tensor:
-        dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, None))
+        dispatched = dispatcher.dispatch(tokens_TD, weights_TK, dispatcher.plan(ids_TK, None))
         rows_RD = experts(dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
-        return dispatcher.combine(rows_RD, weights_TK, dispatched.state)
+        return dispatcher.combine(rows_RD, dispatched.state)
 
     return experts, layer
 
@@ -92,13 +92,13 @@ def test_a_layer_keeps_at_most_three_fifths_of_the_plain_formulation(name: str) 
 def test_rows_gathered_again_in_backward_are_the_rows_of_forward(name: str, autocast: bool) -> None:
     experts, _ = our_layer(name)
     dispatcher = build(configure("moe/dispatch", "local"), num_experts=E)
-    ids_TK, _ = routing()
+    ids_TK, weights_TK = routing()
     tokens_TD = torch.randn(T, D).requires_grad_()
     grad_RD = torch.randn(T * K, D)
     results = []
     for with_source in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(ids_TK, None))
+            dispatched = dispatcher.dispatch(tokens_TD, weights_TK, dispatcher.plan(ids_TK, None))
             source = dispatched.source if with_source else None
             rows_RD = experts(dispatched.rows_RD, dispatched.offsets_L, source)
         leaves = [tokens_TD, *experts.parameters()]
@@ -109,8 +109,9 @@ def test_rows_gathered_again_in_backward_are_the_rows_of_forward(name: str, auto
 def test_a_wrong_source_would_be_seen() -> None:
     experts, _ = our_layer("native")
     dispatcher = build(configure("moe/dispatch", "local"), num_experts=E)
+    ids_TK, weights_TK = routing()
     tokens_TD = torch.randn(T, D).requires_grad_()
-    dispatched = dispatcher.dispatch(tokens_TD, dispatcher.plan(routing()[0], None))
+    dispatched = dispatcher.dispatch(tokens_TD, weights_TK, dispatcher.plan(ids_TK, None))
     other = dispatched.source._replace(token_of_row_R=dispatched.source.token_of_row_R.flip(0))
     right, wrong = (
         torch.autograd.grad(experts(dispatched.rows_RD, dispatched.offsets_L, source).sum(), experts.up_proj)

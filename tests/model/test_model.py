@@ -133,7 +133,8 @@ def test_the_bare_model_gives_the_hidden_states_under_the_head():
 
 def test_defaults_equal_transformers():
     ours, theirs = AfmoeConfig(), TransformersConfig()
-    own = {"norm_order", "router_init", "score_func", "route_norm", "rope_theta", "rope_scaling"}
+    own = {"norm_order", "router_init", "score_func", "route_norm", "score_before_experts"}
+    own |= {"rope_theta", "rope_scaling"}
     for field in dataclasses.fields(AfmoeConfig):
         if field.name not in own:
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name

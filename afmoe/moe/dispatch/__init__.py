@@ -4,22 +4,23 @@ The experts of a model are shared by the ranks of a process group, in runs: of E
 owns those from r E / S up to (r + 1) E / S. Three calls a layer, in this order, all ranks together:
 
     plan = dispatcher.plan(expert_ids_TK, token_mask_T)     sorts, starts to exchange what the ranks must know
-    dispatched = dispatcher.dispatch(tokens_TD, plan)       the rows of this rank's experts
-    tokens_TD = dispatcher.combine(rows_RD, weights_TK, dispatched.state)
+    dispatched = dispatcher.dispatch(tokens_TD, weights_TK, plan)        the rows of this rank's experts
+    tokens_TD = dispatcher.combine(rows_RD, dispatched.state)            their answers, summed
 
 Work that needs neither (the shared expert) belongs between `plan` and `dispatch`. The contract that every
 plugin keeps, and that tests/compute and tests/dispatch check:
 
 - `dispatch` returns the rows of the local experts, sorted by expert, and `offsets_L`, the row at which each
   ends (int32). Rows past `offsets_L[-1]` are padding that belongs to nobody; their content has no meaning.
-- An expert's rows come in the order of their ranks, and of their tokens within a rank.
+- An expert's rows come in the order of their ranks, and of their tokens within a rank: what blocks of rows
+  are quantized together does not depend on the number of ranks.
 - A token whose mask is False goes to no expert, is counted nowhere, and comes out of `combine` exactly zero.
 - `counts_E` (int64) is exact: routed copies of this rank's real tokens, for every expert of the model.
 - `combine` returns the tokens that `dispatch` was given, in order. It multiplies each row by its fp32 weight,
   sums a token's K rows in fp32 and casts the sum to the rows' dtype (as transformers does). The order of a
   token's experts changes only the rounding of that sum.
-- Weights given to `dispatch` instead are multiplied onto the rows before the experts, in fp32, rounded once;
-  `combine` gets None and sums.
+- With `score_before_experts` the weight is multiplied onto the row before the experts instead: in fp32,
+  rounded once.
 - A dispatcher keeps nothing of a call: what `combine` and backward need is in `state` and in the graph.
 - A rank may receive nothing, send nothing, have no tokens at all.
 - Nothing waits for the GPU but what the transport needs: `local` nothing, the others once, for the sizes.
@@ -30,21 +31,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from afmoe import registry
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
 from afmoe.moe.grouped_mm import RowSource
-
-
-class DispatchPlan(Protocol):
-    """What `plan` hands on: the plugin's own, but for the counts."""
-
-    @property
-    def counts_E(self) -> Tensor:
-        """int64: routed copies of this rank's real tokens, per expert of the whole model."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,20 +65,36 @@ class Dispatcher(Protocol):
         ...
 
     @classmethod
-    def why_not(cls, config: Any, *, hardware: Hardware) -> str | None:
-        """Why several expert ranks cannot run there and what would, in one sentence; None: they can."""
+    def why_not(cls, config: Any, *, hardware: Hardware, precision: str) -> str | None:
+        """Why several expert ranks cannot run there and what would, in one sentence; None: they can.
+
+        `precision`: Lightning's name, such as `bf16-mixed`.
+        """
         ...
 
-    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Any:
-        """A `DispatchPlan`. `expert_ids_TK` int64; `token_mask_T` bool, None: all are real."""
+    def agree(self, num_tokens: int, device: torch.device) -> Any:
+        """What the ranks must settle before the layers of a forward, for `plan`. None: nothing.
+
+        `num_tokens`: this rank's. All ranks together, once a forward.
+        """
         ...
 
-    def dispatch(self, tokens_TD: Tensor, plan: Any, weights_TK: Tensor | None = None) -> Dispatched:
-        """Bring the copies to their experts. `weights_TK`: multiply each copy by its weight first."""
+    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None, agreed: Any = None) -> Any:
+        """The plugin's own record, with `counts_E` in it.
+
+        `expert_ids_TK` int64; `token_mask_T` bool, None: all are real. `agreed`: what `agree` returned; None:
+        settle it now.
+        """
         ...
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor | None, state: Any) -> Tensor:
-        """The tokens_TD: each the sum of its K rows, weighted. Differentiable in rows and weights (fp32)."""
+    def dispatch(
+        self, tokens_TD: Tensor, weights_TK: Tensor, plan: Any, *, score_before_experts: bool = False
+    ) -> Dispatched:
+        """Bring the copies to their experts. Differentiable in tokens and weights (fp32)."""
+        ...
+
+    def combine(self, rows_RD: Tensor, state: Any) -> Tensor:
+        """The tokens_TD: each the sum of its K rows, weighted. Differentiable in rows and weights."""
         ...
 
 
@@ -97,10 +106,10 @@ def make_dispatcher(choice: Any, *, num_experts: int, process_group: Any = None)
     return registry.build(config, num_experts=num_experts, process_group=process_group)
 
 
-def check_dispatch(choice: Any, hardware: Hardware) -> None:
+def check_dispatch(choice: Any, *, hardware: Hardware, precision: str) -> None:
     """Raise `MachineError` with the plugin's reason when several expert ranks cannot run there."""
     config = registry.configure("moe/dispatch", choice)
-    reason = registry.plugin_of(config).why_not(config, hardware=hardware)
+    reason = registry.plugin_of(config).why_not(config, hardware=hardware, precision=precision)
     if reason is not None:
         raise MachineError(reason)
 

@@ -50,16 +50,22 @@ class AllToAllDispatcher:
         self.group = process_group
 
     @classmethod
-    def why_not(cls, config: Config, *, hardware: Hardware) -> str | None:
+    def why_not(cls, config: Config, *, hardware: Hardware, precision: str) -> str | None:
         return None
 
-    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> _Plan:
+    def agree(self, num_tokens: int, device: torch.device) -> None:
+        return None
+
+    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None, agreed: None = None) -> _Plan:
         copies = Copies.of(expert_ids_TK, token_mask_T, self.num_experts)
         counts_E = copies.counts_E
         return _Plan(copies, counts_E, start_counts(counts_E, self.group))
 
-    def dispatch(self, tokens_TD: Tensor, plan: _Plan, weights_TK: Tensor | None = None) -> Dispatched:
-        rows_ND = plan.copies.gather(tokens_TD, weights_TK)
+    def dispatch(
+        self, tokens_TD: Tensor, weights_TK: Tensor, plan: _Plan, *, score_before_experts: bool = False
+    ) -> Dispatched:
+        before_TK, after_TK = (weights_TK, None) if score_before_experts else (None, weights_TK)
+        rows_ND = plan.copies.gather(tokens_TD, before_TK)
         arrived_SL = wait_counts(plan.arriving_E, self.group)
         leaving_SL = plan.counts_E.view_as(arrived_SL)
         # where the host waits
@@ -70,13 +76,13 @@ class AllToAllDispatcher:
         return Dispatched(
             rows_RD=permute_rows(received_RD, arrival_of_row_R, row_of_arrival_R),
             offsets_L=arrived_SL.sum(0).cumsum(0).to(torch.int32),
-            state=_State(plan.copies, sizes_2S, arrival_of_row_R, row_of_arrival_R),
+            state=_State(plan.copies, after_TK, sizes_2S, arrival_of_row_R, row_of_arrival_R),
         )
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor | None, state: _State) -> Tensor:
+    def combine(self, rows_RD: Tensor, state: _State) -> Tensor:
         answers_RD = permute_rows(rows_RD, state.row_of_arrival_R, state.arrival_of_row_R)
         rows_ND = self._exchange(answers_RD, state.sizes_2S.flip(0), state.copies.order_N.shape[0])
-        return state.copies.sum(rows_ND, weights_TK)
+        return state.copies.sum(rows_ND, state.weights_TK)
 
     def _exchange(self, rows_RD: Tensor, sizes_2S: Tensor, num_rows: int | None) -> Tensor:
         return exchange_rows(rows_RD, sizes_2S, num_rows, self.group.group_name, self.transport)
@@ -96,6 +102,8 @@ class _State:
     """Where each copy went, and the way back."""
 
     copies: Copies
+    weights_TK: Tensor | None
+    """Of the sum. None: they are on the rows already."""
     sizes_2S: Tensor
     """int64, on the CPU: rows sent to each rank, and received from each."""
     arrival_of_row_R: Tensor

@@ -29,20 +29,33 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     @classmethod
-    def why_not(cls, config: Config, *, hardware: Hardware) -> str | None:
+    def why_not(cls, config: Config, *, hardware: Hardware, precision: str) -> str | None:
         return None
 
-    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> Copies:
+    def agree(self, num_tokens: int, device: torch.device) -> None:
+        return None
+
+    def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None, agreed: None = None) -> Copies:
         return Copies.of(expert_ids_TK, token_mask_T, self.num_experts)
 
-    def dispatch(self, tokens_TD: Tensor, plan: Copies, weights_TK: Tensor | None = None) -> Dispatched:
+    def dispatch(
+        self, tokens_TD: Tensor, weights_TK: Tensor, plan: Copies, *, score_before_experts: bool = False
+    ) -> Dispatched:
+        before_TK, after_TK = (weights_TK, None) if score_before_experts else (None, weights_TK)
         return Dispatched(
-            rows_RD=plan.gather(tokens_TD, weights_TK),
+            rows_RD=plan.gather(tokens_TD, before_TK),
             offsets_L=plan.ends_E.to(torch.int32),
-            state=plan,
+            state=_State(plan, after_TK),
             # only read: their gradient is that of the rows
-            source=RowSource(tokens_TD.detach(), plan.token_of_row_N) if weights_TK is None else None,
+            source=None if score_before_experts else RowSource(tokens_TD.detach(), plan.token_of_row_N),
         )
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor | None, state: Copies) -> Tensor:
-        return state.sum(rows_RD, weights_TK)
+    def combine(self, rows_RD: Tensor, state: _State) -> Tensor:
+        return state.copies.sum(rows_RD, state.weights_TK)
+
+
+@dataclass(frozen=True)
+class _State:
+    copies: Copies
+    weights_TK: Tensor | None
+    """Of the sum. None: they are on the rows already."""
