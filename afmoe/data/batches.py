@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from afmoe.data.plan import PackPlan
 from afmoe.data.token_rows import TokenRows
 
 Batch = dict[str, Any]
+CountFlops = Callable[[np.ndarray, int], int]
+"""From the lengths of documents and the number of labels to the operations of training on them."""
 IGNORED_LABEL = -100
 NO_DOCUMENT = -1
 
@@ -53,11 +55,13 @@ class PackBatches(Dataset[Batch]):
         pack_length: int | None,
         packs_consumed: int = 0,
         counts_whole_step: bool = True,
+        count_flops: CountFlops | None = None,
     ) -> None:
         self.rows, self.plan, self.layout, self.rank = rows, plan, layout, rank
         self.pad_token_id, self.pack_length = pad_token_id, pack_length
         self.packs_consumed = packs_consumed
         self.counts_whole_step = counts_whole_step
+        self.count_flops = count_flops
         self.batches_done = batches_of(packs_consumed, layout)
         self._lengths, self._label_counts = rows.lengths, rows.label_counts
 
@@ -71,6 +75,7 @@ class PackBatches(Dataset[Batch]):
         first = self.packs_consumed + (number * layout.world_size + self.rank) * layout.batch_size
         packs = [self.plan.pack(pack) for pack in range(first, first + layout.batch_size)]
         batch = make_batch(self.rows, packs, self.pad_token_id, self.pack_length)
+        batch["num_own_label_tokens"] = int(self._label_counts[np.concatenate(packs)].sum())
         counted = packs
         if self.counts_whole_step:
             step = self.packs_consumed + number // layout.accumulate * layout.packs_per_step
@@ -78,12 +83,24 @@ class PackBatches(Dataset[Batch]):
         row_numbers = np.concatenate(counted)
         batch["num_label_tokens"] = int(self._label_counts[row_numbers].sum())
         batch["num_real_tokens"] = int(self._lengths[row_numbers].sum())
+        if self.count_flops is not None:
+            batch["num_flops"] = self.count_flops(self._lengths[row_numbers], batch["num_label_tokens"])
         return batch
 
 
 def batches_of(num_packs: int, layout: StepLayout) -> int:
     """Micro-batches that a rank needs for so many packs, in whole optimizer steps."""
     return -(-num_packs // layout.packs_per_step) * layout.accumulate
+
+
+def step_tokens(
+    plan: PackPlan, lengths: np.ndarray, layout: StepLayout, packs_consumed: int = 0
+) -> np.ndarray:
+    """Real tokens of each optimizer step that is left of an epoch, over all ranks and micro-batches."""
+    tokens_before = np.concatenate([[0], np.cumsum(lengths[plan.rows], dtype=np.int64)])[plan.offsets]
+    borders = np.arange(packs_consumed, len(plan), layout.packs_per_step)
+    ends = np.minimum(borders + layout.packs_per_step, len(plan))
+    return tokens_before[ends] - tokens_before[borders]
 
 
 def make_batch(
@@ -129,23 +146,31 @@ class PackLoader:
     epoch at the length. Not a `DataLoader` itself: Lightning would swap its sampler.
     """
 
-    def __init__(self, batches: PackBatches, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        batches: PackBatches,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        before_fetch: Callable[[], None] | None = None,
+    ) -> None:
+        """`before_fetch` is called when a batch is asked for."""
         self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
+        self.before_fetch = before_fetch
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
         order = range(self.batches.batches_done, len(self.batches))
-        return iter(
-            DataLoader(
-                self.batches,
-                batch_size=None,
-                sampler=order,
-                num_workers=self.num_workers,
-                pin_memory=self.pin_memory,
-            )
+        loader = DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=order,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
         )
+        return iter(loader) if self.before_fetch is None else _announced(loader, self.before_fetch)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the data module knows where the run stands. Lightning trusts a resume only with this."""
@@ -153,3 +178,13 @@ class PackLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert not state_dict
+
+
+def _announced(batches: Iterable[Batch], before_fetch: Callable[[], None]) -> Iterator[Batch]:
+    iterator = iter(batches)
+    while True:
+        before_fetch()
+        batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,14 @@ import numpy as np
 from lightning import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
-from afmoe.data.batches import PackBatches, PackLoader, StepLayout, batches_of
+from afmoe.data.batches import (
+    CountFlops,
+    PackBatches,
+    PackLoader,
+    StepLayout,
+    batches_of,
+    step_tokens,
+)
 from afmoe.data.chat import ChatRenderer, last_assistant_turn
 from afmoe.data.options import DataConfig
 from afmoe.data.plan import PackPlan, plan_epoch, plan_in_order
@@ -48,17 +55,26 @@ class AfmoeDataModule(LightningDataModule):
 
     Keys and dtypes of the tensors are those of `batches.make_batch`. Besides them a training batch holds the
     plain ints `num_label_tokens` and `num_real_tokens` of its whole optimizer step, over all ranks and
-    micro-batches; a validation batch those of itself.
+    micro-batches; a validation batch those of itself. `num_own_label_tokens` counts the batch's own labels.
 
     For a trainer with `reload_dataloaders_every_n_epochs=1` and `use_distributed_sampler=False`; without one
     it is rank 0 of 1 in epoch 0. `data.chat_template` is set on the tokenizer.
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, accumulate: int = 1
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        accumulate: int = 1,
+        count_flops: CountFlops | None = None,
     ) -> None:
+        """`count_flops`: what the model makes of documents; training batches then hold `num_flops` too."""
         super().__init__()
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.count_flops = config, tokenizer, count_flops
+        self.before_fetch: Callable[[], None] | None = None
+        """Called when a training batch is asked for; set before training starts."""
         self.seed, self.accumulate = seed, accumulate
         self.source: Source = build(config, seed=seed)
         self.renderer = ChatRenderer(tokenizer, config.chat_template)
@@ -111,7 +127,14 @@ class AfmoeDataModule(LightningDataModule):
         trainer: Any = self.trainer
         # overfitting means the same packs in every epoch
         plan = self._epoch_plan(0 if trainer and trainer.overfit_batches else epoch)
-        return self._loader(self.train_split, plan, self.layout, packs_consumed=consumed)
+        return self._loader(
+            self.train_split,
+            plan,
+            self.layout,
+            self.before_fetch,
+            packs_consumed=consumed,
+            count_flops=self.count_flops,
+        )
 
     def val_dataloader(self) -> PackLoader:
         """Every held-out row once."""
@@ -152,6 +175,19 @@ class AfmoeDataModule(LightningDataModule):
         self._resume_at = self._started_at = Position(
             state_dict["epoch"], state_dict["packs_consumed"], self._global_step
         )
+
+    def steps_for_tokens(self, num_tokens: int) -> int:
+        """Optimizer steps from where the run stands until `num_tokens` real tokens are reached or passed."""
+        steps = 0
+        epoch, consumed = self._epoch, self._packs_behind
+        while num_tokens > 0:
+            tokens = step_tokens(self._epoch_plan(epoch), self.train_split.lengths, self.layout, consumed)
+            reached = int(np.searchsorted(np.cumsum(tokens), num_tokens))
+            if reached < len(tokens):
+                return steps + reached + 1
+            steps, num_tokens = steps + len(tokens), num_tokens - int(tokens.sum())
+            epoch, consumed = epoch + 1, 0
+        return steps
 
     def samples(self, count: int) -> list[Sample]:
         """The first held-out rows, to show what a model answers."""
@@ -222,7 +258,14 @@ class AfmoeDataModule(LightningDataModule):
             self._plan = epoch, plan_epoch(lengths, seed=self.seed, epoch=epoch, **self._packing_options)
         return self._plan[1]
 
-    def _loader(self, rows: TokenRows, plan: PackPlan, layout: StepLayout, **options: Any) -> PackLoader:
+    def _loader(
+        self,
+        rows: TokenRows,
+        plan: PackPlan,
+        layout: StepLayout,
+        before_fetch: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> PackLoader:
         tokenizer: Any = self.tokenizer
         batches = PackBatches(
             rows,
@@ -234,7 +277,12 @@ class AfmoeDataModule(LightningDataModule):
             **options,
         )
         is_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return PackLoader(batches, num_workers=self.config.num_workers, pin_memory=is_cuda)
+        return PackLoader(
+            batches,
+            num_workers=self.config.num_workers,
+            pin_memory=is_cuda,
+            before_fetch=before_fetch,
+        )
 
     def _efficiency(self, rows: TokenRows, plan: PackPlan) -> float:
         """Real tokens among all tokens of a pass, the filling of its last optimizer step left out."""
