@@ -33,6 +33,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     },
     "moe/dispatch": {
         "all_to_all": "afmoe.moe.dispatch.all_to_all",
+        "deepep": "afmoe.moe.dispatch.deepep",
         "local": "afmoe.moe.dispatch.local",
     },
     "data": {
@@ -44,7 +45,10 @@ PLUGINS: dict[str, dict[str, str]] = {
         "muon": "afmoe.optim.muon",
     },
     "scheduler": {
-        "wsd": "afmoe.optim.wsd",
+        "constant": "afmoe.optim.schedules.constant",
+        "cosine": "afmoe.optim.schedules.cosine",
+        "linear": "afmoe.optim.schedules.linear",
+        "wsd": "afmoe.optim.schedules.wsd",
     },
     "trainer/strategy": {
         "auto": "afmoe.parallel.auto",
@@ -56,9 +60,11 @@ PLUGINS: dict[str, dict[str, str]] = {
     },
     "callbacks": {
         "balanced_routing": "callbacks.balanced_routing",
+        "early_stopping": "callbacks.early_stopping",
         "fp32_router": "callbacks.fp32_router",
         "freeze_router": "callbacks.freeze_router",
         "load_balance": "callbacks.load_balance",
+        "selection_bias": "callbacks.selection_bias",
     },
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,6 +21,8 @@ class MoeCallback(Callback):
     """Its option in the group `callbacks`; `register` sets it."""
     effect: str
     """What it does, for the line that says to how many blocks."""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Callbacks that it cannot go with, and why."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # before the optimizer is made, before a strategy wraps the model and a precision casts it
@@ -41,3 +46,13 @@ class MoeCallback(Callback):
                 "(model.num_dense_layers)"
             )
         return blocks
+
+
+def refuse_contradictions(callbacks: Iterable[Any]) -> None:
+    """Raise `ConfigError` for two callbacks of which one undoes what the other does."""
+    chosen = [callback for callback in callbacks if isinstance(callback, MoeCallback)]
+    names = [callback.name for callback in chosen]
+    for callback in chosen:
+        for other, reason in callback.excludes.items():
+            if other in names:
+                raise ConfigError(f"callbacks={callback.name} does not go with {other}: {reason}")

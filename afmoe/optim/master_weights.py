@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MASTER = "master"
+MASTER = "master"
+"""Key of a parameter's fp32 weight among its states."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -59,7 +60,7 @@ class MasterWeights(torch.optim.Optimizer):
         return {
             "state": state["state"]
             | {
-                index: {**state["state"].get(index, {}), _MASTER: master}
+                index: {**state["state"].get(index, {}), MASTER: master}
                 for index, _, master in self._copied()
             },
             "param_groups": [{**_settings(group), "params": packed["params"]} for group, packed in groups],
@@ -68,7 +69,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states = {
-            index: {key: value for key, value in state.items() if key != _MASTER}
+            index: {key: value for key, value in state.items() if key != MASTER}
             for index, state in state_dict["state"].items()
         }
         self.inner.load_state_dict(
@@ -80,7 +81,7 @@ class MasterWeights(torch.optim.Optimizer):
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_settings(inner_group))
         for index, parameter, master in self._copied():
-            master.copy_(state_dict["state"][index][_MASTER])
+            master.copy_(state_dict["state"][index][MASTER])
             parameter.copy_(master)
 
     def _copied(self) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -192,28 +192,26 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _step_muon(self, pieces: list[_Piece], dtype: torch.dtype) -> None:
         """Move matrices of one shape, or of its transpose."""
-        keep = None if self.found_inf is None else 1.0 - self.found_inf
+        is_bad = None if self.found_inf is None else self.found_inf.bool()
         updates = []
         for piece in pieces:
             beta, gradient = piece.group["momentum"], piece.gradient
-            if self.found_inf is not None:
+            if is_bad is not None:
                 # the average of a value and itself is that value: momentum stays as it is
-                gradient = torch.where(self.found_inf.bool(), piece.momentum, gradient)
+                gradient = torch.where(is_bad, piece.momentum, gradient)
             piece.momentum.lerp_(gradient, 1 - beta)
             update = gradient.lerp(piece.momentum, beta) if piece.group["nesterov"] else piece.momentum
             updates.append((update.mT if piece.is_tall else update).to(dtype))
-        sizes = [len(update) for update in updates]
-        orthogonal = orthogonalize(torch.cat(updates)).split(sizes)
-        for piece, update in zip(pieces, orthogonal, strict=True):
+        orthogonal = orthogonalize(torch.cat(updates))
+        if is_bad is not None:
+            orthogonal.masked_fill_(is_bad, 0.0)
+        for piece, update in zip(pieces, orthogonal.split([len(one) for one in updates]), strict=True):
             group = piece.group
-            rows, columns = piece.weight.shape[1:]
-            decay = group["lr"] * group["weight_decay"]
-            rate = group["lr"] * RATE_RULES[group["rate_rule"]](rows, columns)
-            update = update.mT if piece.is_tall else update
-            if keep is None:
-                piece.weight.mul_(1 - decay).add_(update, alpha=-rate)
-            else:
-                piece.weight.mul_(1 - decay * keep).add_(update * (-rate * keep))
+            rate = group["lr"] * RATE_RULES[group["rate_rule"]](*piece.weight.shape[1:])
+            kept: Any = 1 - group["lr"] * group["weight_decay"]
+            if is_bad is not None:
+                kept = torch.where(is_bad, torch.ones_like(is_bad, dtype=torch.float32), kept)
+            piece.weight.mul_(kept).add_(update.mT if piece.is_tall else update, alpha=-rate)
 
 
 _cpu_multiplies_bf16 = cache(cpu_multiplies_bf16)

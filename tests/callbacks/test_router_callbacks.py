@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
 from afmoe.errors import ConfigError
 from afmoe.module import AfmoeModule
+from afmoe.optim.loss_scaling import LossScaling
 from afmoe.registry import build, configure
 from callbacks.heat_map import heat_map
 
@@ -42,6 +44,7 @@ class Batches(Dataset):
             "labels": labels,
             "document_ids": documents,
             "num_label_tokens": int((labels != -100).sum()),
+            "num_own_label_tokens": int((labels != -100).sum()),
             "num_real_tokens": int(mask.sum()),
         }
 
@@ -86,8 +89,17 @@ class Recorder(pl.Callback):
         )
 
 
-def fit(module: AfmoeModule, names: list[str], tmp_path: Path, **settings: Any) -> Recorder:
+def fit(
+    module: AfmoeModule,
+    names: list[str],
+    tmp_path: Path,
+    *,
+    extra: Sequence[pl.Callback] = (),
+    **settings: Any,
+) -> Recorder:
     callbacks = [build(configure("callbacks", name)) for name in names]
+    if settings.get("precision") == "16-mixed":
+        settings |= {"precision": None, "plugins": [LossScaling("cpu")]}
     recorder = Recorder()
     trainer = pl.Trainer(
         **{
@@ -103,7 +115,7 @@ def fit(module: AfmoeModule, names: list[str], tmp_path: Path, **settings: Any) 
             "default_root_dir": tmp_path,
         }
         | settings,
-        callbacks=[*callbacks, recorder],
+        callbacks=[*callbacks, *extra, recorder],
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
     return recorder
