@@ -95,6 +95,16 @@ def check_strategy(run: RunConfig, model: AfmoeConfig, *, world_size: int, hardw
         raise ConfigError(
             "trainer.strategy.process_group_backend=nccl needs GPUs, this run is on the CPU; leave it null"
         )
+    if run.trainer.precision == "16-mixed":
+        raise ConfigError(
+            "trainer.precision=16-mixed scales the loss in a way that DeepSpeed does not know; use "
+            "bf16-mixed, or trainer/strategy=ddp"
+        )
+    if strategy.stage in (0, 3) and run.trainer.precision == "bf16-true":
+        raise ConfigError(
+            "trainer.precision=bf16-true needs fp32 weights behind the bf16 ones, which "
+            f"trainer.strategy.stage={strategy.stage} does not keep here; use stage=1 or 2, or bf16-mixed"
+        )
     if strategy.stage > 0 and run.optim.get("name") == "muon":
         raise ConfigError(
             f"optim=muon works on whole matrices, but ZeRO stage {strategy.stage} hands the optimizer flat "

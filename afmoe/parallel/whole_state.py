@@ -1,8 +1,8 @@
 """A sharded run's state as a single process would have it, and back.
 
-Weights and optimizer states are brought together one tensor at a time; rank 0 keeps them on the CPU. Weights
-are the fp32 ones that the optimizer steps on. What comes out is what Lightning's own strategies give for one
-process, so a checkpoint knows nothing of ranks, ZeRO or experts' places.
+Weights and optimizer states are brought together one tensor at a time; rank 0 keeps them on the CPU. What
+comes out is what Lightning's own strategies give for one process, so a checkpoint knows nothing of ranks,
+ZeRO or experts' places. The fp32 weight behind a bf16 one is a state of the optimizer, as in `MasterWeights`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from afmoe.errors import ConfigError
+from afmoe.optim.master_weights import MASTER
 from afmoe.parallel.expert_parallel import ExpertRanks, is_shared
 from afmoe.parallel.optimizer_groups import CanonicalGroups
 from afmoe.parallel.partitions import Partitions
@@ -71,12 +72,10 @@ class WholeState:
         return {"state": state, "param_groups": settings} if self.keeps else {}
 
     def _weight(self, parameter: nn.Parameter) -> Tensor:
-        assert self.partitions is not None
-        if parameter.requires_grad:
-            whole = self.partitions.gather(parameter)
-        else:
-            whole = self.partitions.module_weight(parameter)
-        return self._with_all_experts(parameter, whole)
+        weight = parameter.detach().clone()
+        if self.partitions is not None:
+            weight = self.partitions.module_weight(parameter)
+        return self._with_all_experts(parameter, weight)
 
     def _states(self, parameter: nn.Parameter) -> dict[str, Any]:
         partitions = self.partitions
@@ -89,6 +88,10 @@ class WholeState:
                 value = self._kept(partitions.optimizer.state[partitions.flat(parameter)][key].clone())
             if value is not None:
                 states[key] = value
+        if parameter.dtype != torch.float32:
+            master = self._kept(self._with_all_experts(parameter, partitions.gather(parameter)))
+            if master is not None:
+                states[MASTER] = master
         return states
 
     def _with_all_experts(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -129,7 +132,9 @@ class WholeState:
             for number, name in zip(group.numbers, group.parameter_names, strict=True):
                 parameter = self.parameters[name]
                 for key, value in state["state"].get(number, {}).items():
-                    if value.dim():
+                    if key == MASTER:
+                        partitions.scatter(parameter, self._local(parameter, value))
+                    elif value.dim():
                         partitions.scatter(parameter, self._local(parameter, value), key)
                     else:
                         partitions.set_scalar(parameter, value, key)
