@@ -31,10 +31,8 @@ def next_token_targets(labels_BS: Tensor, layout: SequenceLayout) -> Tensor:
     return targets_BS.masked_fill(~is_inside, IGNORED)
 
 
-def token_cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy over the targets that count, in fp32 at least, and how many count (int64)."""
+def token_cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Summed cross entropy over the targets that count, in fp32 at least."""
     logits_TV = logits_BSV.flatten(0, 1)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    targets_T = targets_BS.flatten()
-    loss_sum = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="sum")
-    return loss_sum, (targets_T != IGNORED).sum()
+    return F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")

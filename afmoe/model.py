@@ -15,78 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from afmoe.attention.cache import GrowingCache, KeyValueCache, LayerCache
-from afmoe.attention.layer import Attention
+from afmoe.attention.cache import GrowingCache, KeyValueCache
 from afmoe.attention.layout import SequenceLayout, sequence_layout
 from afmoe.attention.static_cache import SlotLayout, StaticCache
 from afmoe.config import SLIDING_ATTENTION, AfmoeConfig
+from afmoe.decoder_layer import DecoderLayer
 from afmoe.errors import ConfigError
 from afmoe.generation import Caching, Sampling, generate
 from afmoe.hardware import Hardware
-from afmoe.layers import FeedForward, RMSNorm, RotaryEmbedding
-from afmoe.losses import next_token_targets, token_cross_entropy
+from afmoe.initialization import init_weights
+from afmoe.language_head import LanguageHead
+from afmoe.layers import RMSNorm, RotaryEmbedding
+from afmoe.losses import IGNORED, next_token_targets, token_cross_entropy
 from afmoe.model_plugins import ModelPlugins
-from afmoe.moe.block import MoeBlock, moe_blocks
-from afmoe.moe.experts import Experts
+from afmoe.moe.block import MoeBlock, agree, moe_blocks
 from afmoe.outputs import CausalLMOutput, ModelOutput
 
 log = logging.getLogger(__name__)
 
 # static caches come in multiples of this, so that a step compiled for one length serves the lengths near it
 _CAPACITY_STEP = 128
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between two norms (before, and after, inside the residual branch)."""
-
-    def __init__(self, config: AfmoeConfig, layer_index: int, plugins: ModelPlugins) -> None:
-        super().__init__()
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_order)
-
-        self.self_attn = Attention(config, layer_index, plugins.attention)
-        self.input_layernorm = norm()
-        self.post_attention_layernorm = norm()
-        self.pre_mlp_layernorm = norm()
-        self.post_mlp_layernorm = norm()
-        if layer_index < config.num_dense_layers:
-            self.mlp = FeedForward(config.hidden_size, config.intermediate_size, config.hidden_act)
-        else:
-            self.mlp = MoeBlock(
-                config,
-                layer_index,
-                compute=plugins.make_compute(),
-                dispatcher=plugins.dispatcher,
-                shared_expert=_shared_expert(config),
-            )
-
-    def forward(
-        self,
-        hidden_BSD: Tensor,
-        prepared: Any,
-        rotary: tuple[Tensor, Tensor],
-        token_mask_T: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output and, from a layer with experts, the router's logits [B*S, E]."""
-        attended_BSD = self.self_attn(self.input_layernorm(hidden_BSD), prepared, rotary, cache)
-        hidden_BSD = hidden_BSD + self.post_attention_layernorm(attended_BSD)
-        normed_BSD = self.pre_mlp_layernorm(hidden_BSD)
-        router_logits_TE = None
-        if isinstance(self.mlp, MoeBlock):
-            mixed_BSD, router_logits_TE = self.mlp(normed_BSD, token_mask_T)
-        else:
-            mixed_BSD = self.mlp(normed_BSD)
-        return hidden_BSD + self.post_mlp_layernorm(mixed_BSD), router_logits_TE
-
-
-def _shared_expert(config: AfmoeConfig) -> FeedForward | None:
-    """The expert that every token goes through, as wide as `num_shared_experts` routed ones."""
-    if config.num_shared_experts == 0:
-        return None
-    width = config.moe_intermediate_size * config.num_shared_experts
-    return FeedForward(config.hidden_size, width, config.hidden_act)
 
 
 class AfmoeModel(nn.Module):
@@ -103,7 +51,7 @@ class AfmoeModel(nn.Module):
         super().__init__()
         self.config = config
         plugins = ModelPlugins(config, attention, compute, dispatch, hardware)
-        self.attention = plugins.attention
+        self.attention, self.dispatch = plugins.attention, plugins.dispatch
         self.rotary = RotaryEmbedding(config)
         # as in transformers, the row of `pad_token_id` is not trained through the embedding
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -141,11 +89,11 @@ class AfmoeModel(nn.Module):
         prepared = self.attention.prepare(layout)
         rotary = self.rotary(layout.position_ids_BS, hidden_BSD.dtype)
         token_mask_T = None if layout.token_mask_BS is None else layout.token_mask_BS.flatten()
+        agreed = agree(self, hidden_BSD)
         router_logits = []
         for index, layer in enumerate(self.layers):
-            hidden_BSD, logits_TE = layer(
-                hidden_BSD, prepared, rotary, token_mask_T, None if cache is None else cache.layers[index]
-            )
+            layer_cache = None if cache is None else cache.layers[index]
+            hidden_BSD, logits_TE = layer(hidden_BSD, prepared, rotary, token_mask_T, layer_cache, agreed)
             if logits_TE is not None:
                 router_logits.append(logits_TE)
         return ModelOutput(self.norm(hidden_BSD), tuple(router_logits), layout)
@@ -204,29 +152,7 @@ class AfmoeModel(nn.Module):
         Callable after `to_empty`, when the model was built on the meta device. The router's gate follows
         `router_init`.
         """
-        _init_weights(self, self.config)
-
-
-@torch.no_grad()
-def _init_weights(model: nn.Module, config: AfmoeConfig) -> None:
-    std = config.initializer_range
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-            if module.padding_idx is not None:
-                nn.init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, Experts):
-            module.init_weights(std)
-    for block in moe_blocks(model):
-        nn.init.zeros_(block.router.selection_bias)
-        if config.router_init == "zero":
-            nn.init.zeros_(block.router.gate.weight)
+        init_weights(self, self.config)
 
 
 class AfmoeForCausalLM(nn.Module):
@@ -248,8 +174,8 @@ class AfmoeForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = AfmoeModel(config, attention, compute, dispatch, hardware)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        _init_weights(self.lm_head, config)
+        self.lm_head = LanguageHead(config.hidden_size, config.vocab_size)
+        init_weights(self.lm_head, config)
         self._tie_weights()
 
     def forward(
@@ -263,6 +189,8 @@ class AfmoeForCausalLM(nn.Module):
         output_router_logits: bool = False,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
+        return_predictions: bool = False,
+        max_labels: int | None = None,
     ) -> CausalLMOutput:
         """Logits of the next token and, given labels, their loss.
 
@@ -271,7 +199,9 @@ class AfmoeForCausalLM(nn.Module):
         token, None: all are. `labels` [B, S] are aligned with the tokens and shifted here; -100, padding and
         a document's first token do not count. `logits_to_keep`: logits of the last n positions only, or of
         the positions listed; 0 is all; the loss is over all positions in any case. `return_logits`: give
-        logits although there are labels.
+        logits although there are labels; without it those of all positions never exist. `return_predictions`:
+        the likeliest token where a label counts. `max_labels`: how many labels count at most, where that is
+        known on the host; a GPU then leaves the others out, as a CPU does by itself.
         """
         output = self.model(
             input_ids, position_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
@@ -281,12 +211,23 @@ class AfmoeForCausalLM(nn.Module):
         if labels is None:
             result.logits = self.lm_head(_kept(hidden_BSD, logits_to_keep))
             return result
-        logits_BSV = self.lm_head(hidden_BSD)
         targets_BS = next_token_targets(labels, output.layout)
-        result.loss_sum, result.num_labels = token_cross_entropy(logits_BSV, targets_BS)
-        result.loss = result.loss_sum / result.num_labels.clamp(min=1)
+        is_counted_BS = targets_BS != IGNORED
+        result.num_labels = num_labels = is_counted_BS.sum()
         if return_logits:
+            logits_BSV = self.lm_head(hidden_BSD)
             result.logits = _kept(logits_BSV, logits_to_keep)
+            loss_sum = token_cross_entropy(logits_BSV, targets_BS)
+            if return_predictions:
+                result.predictions = logits_BSV.argmax(-1).masked_fill(~is_counted_BS, IGNORED)
+        else:
+            head = self.lm_head(
+                hidden_BSD, targets_BS, max_labels=max_labels, with_predictions=return_predictions
+            )
+            loss_sum = head.loss_sum
+            if return_predictions:
+                result.predictions = head.predictions_T.view_as(targets_BS)
+        result.loss_sum, result.loss = loss_sum, loss_sum / num_labels.clamp(min=1)
         return result
 
     def generate(
@@ -352,7 +293,7 @@ class AfmoeForCausalLM(nn.Module):
 
     def init_weights(self) -> None:
         """Draw every weight anew, see `AfmoeModel.init_weights`."""
-        _init_weights(self, self.config)
+        init_weights(self, self.config)
 
     def num_parameters(self, active: bool = False) -> int:
         """Parameters in all or, `active`, those that one token goes through; embedding and head included."""

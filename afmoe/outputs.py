@@ -34,3 +34,5 @@ class CausalLMOutput:
     loss_sum: Tensor | None = None
     num_labels: Tensor | None = None
     """int64: labels that count."""
+    predictions: Tensor | None = None
+    """[B, S], int64: the likeliest next token of each position whose label counts, -100 at the others."""

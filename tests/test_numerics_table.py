@@ -60,6 +60,7 @@ def one_batch() -> dict[str, Any]:
         "labels": ids,
         "document_ids": torch.zeros_like(ids),
         "num_label_tokens": 15,
+        "num_own_label_tokens": 15,
         "num_real_tokens": 16,
     }
 

@@ -103,6 +103,7 @@ def test_a_rank_without_any_row_in_the_last_step_gets_a_batch_of_padding():
     [batch] = PackLoader(pack_batches(rows, (1, 1, 2), rank=1))
     assert not batch["attention_mask"].any()
     assert (batch["num_label_tokens"], batch["num_real_tokens"]) == (1, 2)
+    assert batch["num_own_label_tokens"] == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -323,7 +323,7 @@ def test_validation_batches_carry_their_own_figures():
     loader = module.val_dataloader()
     for batch in loader:
         assert batch["num_real_tokens"] == batch["attention_mask"].sum()
-        assert batch["num_label_tokens"] == (batch["labels"] != -100).sum()
+        assert batch["num_label_tokens"] == batch["num_own_label_tokens"] == (batch["labels"] != -100).sum()
 
 
 def test_samples_are_the_first_held_out_rows_as_prompt_and_target():
