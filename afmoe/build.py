@@ -6,6 +6,7 @@ Each function makes one of them and checks what it was asked for before it does 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,18 @@ from afmoe.config import AfmoeConfig, ModelConfig, RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.data.tokenizer import has_tokenizer, load_tokenizer
 from afmoe.errors import ConfigError, MachineError, closest
+from afmoe.fault_record import save_fault
 from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
 from afmoe.model_plugins import check_plugins
 from afmoe.module import AfmoeModule
+from afmoe.optim.groups import check_patterns
+from afmoe.optim.loss_scaling import LossScaling
 from afmoe.parallel.deepspeed import check_strategy
 from afmoe.registry import build, configure
 from afmoe.run import Run
+from afmoe.signals import StopSignals
+from callbacks.run_metrics import RunMetrics
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +139,13 @@ def check_export(config: RunConfig, source: ModelSource) -> None:
         raise ConfigError(f"the export would fail: {error} (export.layout, export.enabled=false)") from error
 
 
+def check_optimizer(config: RunConfig, source: ModelSource) -> None:
+    """Refuse now a pattern of `optim.freeze` or `optim.rates` that names no parameter of the model."""
+    options = configure("optim", config.optim)
+    if options.freeze or options.rates:
+        check_patterns((name for name, _ in meta_model(source, {}).named_parameters()), options)
+
+
 def make_model(
     config: RunConfig,
     source: ModelSource,
@@ -201,29 +214,42 @@ def make_module(config: RunConfig, model: AfmoeForCausalLM, data: AfmoeDataModul
 
 
 def make_callbacks(
-    config: RunConfig, run: Run, data: AfmoeDataModule, standing: list[Callback]
+    config: RunConfig, run: Run, data: AfmoeDataModule, metrics: RunMetrics, signals: StopSignals
 ) -> list[Callback]:
-    """The chosen callbacks, then those of every run. `standing` are the caller's own among the latter."""
+    """The clock, the chosen callbacks, then those of every run."""
     from callbacks.initial_validation import InitialValidation
+    from callbacks.loss_scale import LossScale
+    from callbacks.moe_callback import refuse_contradictions
+    from callbacks.parameter_groups import ParameterGroups
+    from callbacks.planned_rate import PlannedRate
     from callbacks.progress import Progress
+    from callbacks.record_steps import RecordSteps
+    from callbacks.run_length import RunLength
     from callbacks.save_checkpoints import SaveCheckpoints
+    from callbacks.skip_bad_steps import SkipBadSteps
+    from callbacks.stop_on_signal import StopOnSignal
     from callbacks.text_samples import TextSamples
-    from callbacks.time_estimate import TimeEstimate
 
-    callbacks = [build(configure("callbacks", section)) for section in config.callbacks.values()]
-    callbacks += standing
+    callbacks: list[Callback] = [metrics.throughput]
+    callbacks += [build(configure("callbacks", section)) for section in config.callbacks.values()]
+    refuse_contradictions(callbacks)
+    callbacks += [metrics, RecordSteps(run.directory), ParameterGroups()]
     if config.logger.get("enabled", True):
-        callbacks.append(LearningRateMonitor(logging_interval="step"))
+        callbacks += [LearningRateMonitor(logging_interval="step"), PlannedRate()]
         if config.samples.count:
             callbacks.append(TextSamples(data, config.samples.count, config.samples.max_new_tokens))
     if config.trainer.enable_progress_bar:
-        callbacks.append(Progress(refresh_rate=config.trainer.log_every_n_steps))
-    callbacks += [TimeEstimate(), InitialValidation()]
-    if config.checkpoint.every_n_steps:
-        callbacks.append(
-            SaveCheckpoints(run.directory, config.checkpoint.every_n_steps, config.checkpoint.keep_last)
-        )
-    return callbacks
+        callbacks.append(Progress(metrics.throughput))
+    if config.trainer.precision == "16-mixed":
+        callbacks.append(LossScale())
+    length = RunLength(config.trainer.max_time, config.trainer.max_tokens, metrics.throughput)
+    bad_steps = SkipBadSteps(
+        config.faults.max_skipped_steps, functools.partial(save_fault, config, run.directory)
+    )
+    saver = SaveCheckpoints(run, config.checkpoint) if config.checkpoint.every_n_steps else None
+    # the last but the writer of checkpoints: what the others count belongs to a checkpoint that it asks for
+    callbacks += [InitialValidation(), length, bad_steps, StopOnSignal(signals, saver)]
+    return callbacks if saver is None else [*callbacks, saver]
 
 
 def check_parallelism(
@@ -252,15 +278,22 @@ def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback], hardwar
         # further processes would run the whole sweep again
         settings["devices"] = 1
         log.info("a sweep runs its jobs one after the other, on one device each")
+    # limits of our own, in `RunLength`
+    del settings["max_tokens"], settings["max_time"]
     if settings["max_epochs"] is None:
         settings["max_epochs"] = -1
+    plugins: list[Any] = [RunCheckpointIO()]
+    if settings["precision"] == "16-mixed":
+        # the trainer takes a precision or a plugin for it
+        settings["precision"] = None
+        plugins.append(LossScaling(hardware.device_type))
     try:
         return pl.Trainer(
             **settings,
             strategy=strategy,
             logger=logger or False,
             callbacks=callbacks,
-            plugins=[RunCheckpointIO()],
+            plugins=plugins,
             default_root_dir=run.directory,
             use_distributed_sampler=False,
             reload_dataloaders_every_n_epochs=1,

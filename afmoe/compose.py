@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from afmoe import CONF_DIRECTORY
 from afmoe.checkpoint.directory import remove_if_empty
-from afmoe.conf_tree import compose_defaults, config_groups, group_options
+from afmoe.conf_tree import CHANGES_DEFAULTS, compose_defaults, config_groups, group_options
 from afmoe.config import AfmoeConfig, RunConfig
 from afmoe.errors import (
     ConfigError,
@@ -84,7 +84,7 @@ def typed_config(cfg: DictConfig) -> RunConfig:
     overrides = [str(override) for override in settings.overrides.task]
     OmegaConf.resolve(cfg)
     for group, choice in choices.items():
-        if choice is None and group != "experiment":
+        if choice is None and group not in CHANGES_DEFAULTS:
             options = ", ".join(group_options(str(group)))
             raise ConfigError(f"{group} needs an option, got null; choose one of: {options}")
     # Hydra's list of choices leaves out the groups of which several options may be chosen

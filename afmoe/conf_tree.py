@@ -12,6 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from afmoe import CONF_DIRECTORY
 
 
+CHANGES_DEFAULTS = {"experiment", "debug"}
+"""Groups whose options set values of others; null is a choice of them."""
+
+
 def _choice(group: str, *, _root_: DictConfig) -> str:
     """The resolver `${choice:GROUP}`: the option that was chosen of a group.
 
@@ -52,7 +56,7 @@ def compose_defaults(config_name: str, overrides: Sequence[str]) -> DictConfig:
     chosen = [
         override
         for override in overrides
-        if override.split("=", 1)[0] in groups - {"experiment"} or override.startswith("hydra.searchpath=")
+        if override.split("=", 1)[0] in groups - CHANGES_DEFAULTS or override.startswith("hydra.searchpath=")
     ]
     state = GlobalHydra.instance()
     if not state.is_initialized():

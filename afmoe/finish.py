@@ -24,6 +24,7 @@ from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.module import AfmoeModule
 from afmoe.parallel.deepspeed import gathered_tensors
 from afmoe.run import Run, command_line, started_from
+from afmoe.signals import Interrupted
 from callbacks.run_metrics import RunMetrics, write_metrics
 
 log = logging.getLogger(__name__)
@@ -72,18 +73,19 @@ def record_start(
 
 @contextmanager
 def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterator[None]:
-    """Leave a `metrics.json` that says so when training ends with an error or a signal."""
-    write_status = run.is_main and trainer.world_size == 1
+    """Leave a `metrics.json` that says so when the run ends with an error or a signal."""
     try:
         yield
     except BaseException as error:
-        if write_status:
+        # figures are sums over the ranks: without an agreed end the others are not there to take part
+        if trainer.world_size == 1 or (isinstance(error, Interrupted) and error.agreed):
             newest = newest_checkpoint(run.directory)
-            log.warning(
-                "stopped at step %d; the same command continues from %s",
-                trainer.global_step,
-                "the start: no checkpoint was written yet" if newest is None else newest.name,
-            )
+            if run.is_main:
+                log.warning(
+                    "stopped at step %d; the same command continues from %s",
+                    trainer.global_step,
+                    "the start: no checkpoint was written yet" if newest is None else newest.name,
+                )
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
             write_metrics(run.directory / "metrics.json", trainer, metrics, status)
         raise

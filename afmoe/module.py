@@ -8,6 +8,8 @@ weigh little.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from afmoe.errors import ConfigError
+from afmoe.faults import non_finite
 from afmoe.losses import IGNORED
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.moe.statistics import count_routing
@@ -53,6 +56,16 @@ class AfmoeModule(pl.LightningModule):
         """This rank's share of the running optimizer step's loss; complete at the step's last micro-batch."""
         self.gradient_norm: Tensor | None = None
         """Global norm before clipping, of the last optimizer step."""
+        self.bad_step: Tensor | None = None
+        """fp32 scalar, the same on every rank: 1 where the last optimizer step had a loss or gradient that is
+        no finite number. The optimizer has then left parameters and its state as they were.
+        """
+        self.skipped_step: Tensor | None = None
+        """fp32 scalar, 1 where the optimizer left everything as it was in the last step: it was bad, or its
+        gradients overflowed in fp16. None: it was never asked to.
+        """
+        self.planned_rates: tuple[Callable[[int], float], int] | None = None
+        """The schedule, step -> factor on each rate, and the steps of the run that it was made for."""
         self.validation = nn.ModuleDict(
             {
                 name: SumMetric(nan_strategy="disable")
@@ -68,24 +81,35 @@ class AfmoeModule(pl.LightningModule):
             for block in iter_moe_blocks(self.model):
                 if block.statistics is not None:
                     block.statistics.reset()
-        # one seed a micro-batch and rank: dropout then needs no generator state to be carried over a restart
-        micro_batch = self.global_step * self.trainer.accumulate_grad_batches
-        micro_batch += batch_idx % self.trainer.accumulate_grad_batches
-        torch.manual_seed((self.run_seed * 1_000_003 + micro_batch) * 65_537 + self.global_rank)
+        number = batch_idx % self.trainer.accumulate_grad_batches
+        torch.manual_seed(self.micro_batch_seed(self.global_step, number))
+
+    def micro_batch_seed(self, step: int, number: int) -> int:
+        """Seed of a micro-batch of the optimizer step after `step`, on this rank.
+
+        Dropout then needs no generator state to be carried over a restart.
+        """
+        micro_batch = step * self.trainer.accumulate_grad_batches + number
+        return (self.run_seed * 1_000_003 + micro_batch) * 65_537 + self.global_rank
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        share = self.loss_share(batch)
+        self.step_loss = share.detach() if self.step_loss is None else self.step_loss + share.detach()
+        # Lightning divides by the micro-batches, data parallelism by the ranks; the share is already a part
+        # of the sum
+        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def loss_share(self, batch: Batch) -> Tensor:
+        """What a micro-batch adds to the loss of its optimizer step."""
         with count_routing(self.model):
             output = self.model(
                 batch["input_ids"],
                 batch["position_ids"],
                 batch["labels"],
                 attention_mask=batch["attention_mask"],
+                max_labels=batch["num_own_label_tokens"],
             )
-        share = output.loss_sum / max(batch["num_label_tokens"], 1)
-        self.step_loss = share.detach() if self.step_loss is None else self.step_loss + share.detach()
-        # Lightning divides by the micro-batches, data parallelism by the ranks; the share is already a part
-        # of the sum
-        return share * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return output.loss_sum / max(batch["num_label_tokens"], 1)
 
     def is_step_end(self, batch_idx: int) -> bool:
         """Whether this micro-batch is the last one of its optimizer step."""
@@ -103,6 +127,16 @@ class AfmoeModule(pl.LightningModule):
             (parameter for parameter in self.parameters() if parameter.grad is not None),
             math.inf if limit is None else limit,
         )
+        self.bad_step = self._find_bad_step()
+        # torch's name for it: the optimizer skips the step without the host having to know
+        optimizer.found_inf = self.bad_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _find_bad_step(self) -> Tensor:
+        # the loss scale of fp16 goes up until gradients overflow: its scaler skips such a step, which is no fault
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        bad = non_finite(self.step_loss, None if is_scaled else self.gradient_norm)
+        # gradients are summed over ranks, losses are not
+        return self.trainer.strategy.reduce(bad, reduce_op="max") if self.trainer.world_size > 1 else bad
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -110,20 +144,28 @@ class AfmoeModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = self.trainer.estimated_stepping_batches
-        if not math.isfinite(steps):
+        if not math.isfinite(steps) and self.scheduler.needs_length:
             raise ConfigError(
                 f"scheduler={self.scheduler.name} needs the length of the run; set trainer.max_steps or "
-                "trainer.max_epochs"
+                "trainer.max_epochs, or choose scheduler=constant"
             )
+        total_steps = int(steps) if math.isfinite(steps) else sys.maxsize
         optimizer = self.optim.optimizer(self.model)
         optimizer.register_load_state_dict_pre_hook(refuse_other_groups)
         if isinstance(self.trainer.precision_plugin, HalfPrecision):
             optimizer = MasterWeights(optimizer)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.scheduler.factor(int(steps)))
+        optimizer.register_step_post_hook(self._keep_found_inf)
+        factor = self.scheduler.factor(total_steps)
+        self.planned_rates = (factor, total_steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"},
         }
+
+    def _keep_found_inf(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # torch's optimizers have the attribute only where someone has set it
+        self.skipped_step = getattr(optimizer, "found_inf", None)
 
     # --- validation ---
 
@@ -133,13 +175,14 @@ class AfmoeModule(pl.LightningModule):
             batch["position_ids"],
             batch["labels"],
             attention_mask=batch["attention_mask"],
-            return_logits=True,
+            return_predictions=True,
+            max_labels=batch["num_own_label_tokens"],
         )
         self._sum("loss_sum", output.loss_sum)
         self._sum("labels", output.num_labels)
-        labels_BS = batch["labels"][:, 1:]
-        counted_BS = labels_BS != IGNORED
-        right_BS = output.logits[:, :-1].argmax(-1) == labels_BS
+        predictions_BS = output.predictions[:, :-1]
+        counted_BS = predictions_BS != IGNORED
+        right_BS = predictions_BS == batch["labels"][:, 1:]
         self._sum("right_labels", (right_BS & counted_BS).sum())
         documents, right_documents = exact_documents(right_BS, counted_BS, batch["document_ids"][:, 1:])
         self._sum("documents", documents)

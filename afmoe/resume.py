@@ -17,12 +17,14 @@ log = logging.getLogger(__name__)
 MAY_DIFFER = (
     "attention.*",
     "callbacks.load_balance*",
+    "callbacks.early_stopping*",
     "checkpoint.*",
     "data.allow_batch_change",
     "data.batch_size",  # packs per optimizer step are compared instead, with the world size
     "data.num_workers",
     "dry_run",
     "export.*",
+    "faults.*",
     "logger.*",
     "model.explicit*",
     "moe.dispatch.*",
@@ -40,6 +42,7 @@ MAY_DIFFER = (
     "trainer.log_every_n_steps",
     "trainer.max_epochs",
     "trainer.max_steps",
+    "trainer.max_tokens",
     "trainer.max_time",
     "trainer.num_nodes",
     "trainer.profiler",

@@ -27,14 +27,19 @@ from hydra.types import RunMode
 
 from afmoe.checkpoint.atomic import disk_errors, write_text
 from afmoe.checkpoint.directory import (
+    LAST,
     LOCK,
+    all_checkpoints,
     checkpoint_step,
+    checkpoints_directory,
+    damage,
     newest_checkpoint,
     remove_leftovers,
     whole_checkpoints,
 )
 from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, MachineError
+from afmoe.finished import is_finished
 from afmoe.resume import refuse_changes
 
 log = logging.getLogger(__name__)
@@ -56,8 +61,12 @@ class Run:
     """Nothing is left to do."""
 
     @property
+    def rank(self) -> int:
+        return global_rank()
+
+    @property
     def is_main(self) -> bool:
-        return global_rank() == 0
+        return self.rank == 0
 
 
 def global_rank() -> int:
@@ -99,6 +108,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         _hand_on(run)
         if not run.finished:
             handler = _log_to(directory / "sft.log")
+            _say_it_goes_on(directory)
             write_text(directory / "config.yaml", _as_yaml(config))
         yield run
     finally:
@@ -140,7 +150,7 @@ def _lock(directory: Path) -> TextIO:
 
 
 def _holds_a_run(directory: Path) -> bool:
-    return bool(whole_checkpoints(directory)) or (directory / "metrics.json").exists()
+    return bool(all_checkpoints(directory)) or (directory / "metrics.json").exists()
 
 
 def _move_aside(directory: Path, lock: TextIO, overwrite: bool) -> TextIO:
@@ -164,6 +174,8 @@ def _move_aside(directory: Path, lock: TextIO, overwrite: bool) -> TextIO:
 
 def _decide(config: RunConfig, directory: Path) -> Run:
     newest = newest_checkpoint(directory)
+    if newest is None:
+        _refuse_lost_checkpoints(directory)
     if config.resume not in ("auto", "never"):
         wanted = _checkpoint_at(Path(config.resume))
         if newest is None:
@@ -182,14 +194,16 @@ def _decide(config: RunConfig, directory: Path) -> Run:
     refuse_changes(config, _stored_config(directory), newest)
     if _is_finished(config, directory, step):
         log.info(
-            "%s is finished at step %d; a larger trainer.max_steps continues it, "
+            "%s is finished at step %d; a larger limit (trainer.max_steps, ...) continues it, "
             "resume=never overwrite=true starts it anew",
             _short(directory),
             step,
         )
         return Run(directory, newest, step, True)
+    intact = _newest_intact(directory)
+    step = checkpoint_step(intact)
     log.info("continuing %s from step %d", _short(directory), step)
-    return Run(directory, newest, step, False)
+    return Run(directory, intact, step, False)
 
 
 def _decide_without_checkpoint(config: RunConfig, directory: Path) -> Run:
@@ -204,9 +218,40 @@ def _decide_without_checkpoint(config: RunConfig, directory: Path) -> Run:
             )
         log.info("%s is finished at step %d", _short(directory), step)
         return Run(directory, None, step, True)
-    if (directory / "checkpoints").exists():
-        log.warning("no whole checkpoint in %s: starting at step 0", _short(directory))
+    if (directory / "config.yaml").exists():
+        log.warning("no checkpoint in %s yet: starting at step 0", _short(directory))
     return Run(directory, None, 0, False)
+
+
+def _newest_intact(directory: Path) -> Path:
+    """The newest checkpoint of a run whose files are all as they were written; each that is not is named.
+
+    Raises `ConfigError` when none is intact.
+    """
+    reasons: list[str] = []
+    for _, checkpoint in reversed(all_checkpoints(directory)):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            for reason in reasons:
+                log.warning("%s; passed over for %s", reason, checkpoint.name)
+            return checkpoint
+        reasons.append(f"{_short(checkpoint)}: {wrong}")
+    raise ConfigError(
+        f"no checkpoint of {_short(directory)} is whole, so its run cannot continue: {'; '.join(reasons)}. "
+        "Restore the files, or start anew with resume=never overwrite=true"
+    )
+
+
+def _refuse_lost_checkpoints(directory: Path) -> None:
+    """Checkpoints that are there and not whole, or gone, are no fresh start."""
+    if all_checkpoints(directory):
+        _newest_intact(directory)
+    last = checkpoints_directory(directory) / LAST
+    if last.exists():
+        raise ConfigError(
+            f"{_short(last)} names {last.read_text(encoding='utf-8').strip()}, and no checkpoint is left. "
+            "Restore it, or start anew with resume=never overwrite=true"
+        )
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -217,12 +262,13 @@ def _checkpoint_at(path: Path) -> Path:
         raise ConfigError(f"resume={path}: no such directory; give a run folder, a checkpoint, auto or never")
     path = path.absolute()
     run = path if (path / "checkpoints").is_dir() else path.parent.parent
-    whole = whole_checkpoints(run)
-    for _, checkpoint in whole:
-        if checkpoint == path:
-            return checkpoint
-    if run == path and whole:
-        return whole[-1][1]
+    if run == path and all_checkpoints(run):
+        return _newest_intact(run)
+    if path in [checkpoint for _, checkpoint in whole_checkpoints(run)]:
+        wrong = damage(path)
+        if wrong is not None:
+            raise ConfigError(f"resume={path}: {wrong}; choose another checkpoint of that run")
+        return path
     raise ConfigError(
         f"resume={path}: holds no whole checkpoint (a directory step-NNNNNN with the file `complete`); "
         "weights alone are loaded by model.pretrained"
@@ -265,9 +311,15 @@ def _unreadable(path: Path) -> ConfigError:
 
 
 def _is_finished(config: RunConfig, directory: Path, step: int) -> bool:
-    if _read_json(directory / "metrics.json").get("status") != "finished":
-        return False
-    return config.trainer.max_steps == -1 or step >= config.trainer.max_steps
+    return is_finished(config, _read_json(directory / "metrics.json"), _stored_config(directory), step)
+
+
+def _say_it_goes_on(directory: Path) -> None:
+    """A folder that was finished is not while its run goes on beyond that."""
+    values = _read_json(directory / "metrics.json")
+    if values.get("status") == "finished":
+        text = json.dumps(values | {"status": "running"}, indent=2)
+        write_text(directory / "metrics.json", text + "\n")
 
 
 def _as_yaml(config: RunConfig) -> str:

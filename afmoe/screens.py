@@ -67,9 +67,15 @@ def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, har
 @rank_zero_only
 def show_end(run: Run, trainer: pl.Trainer, values: dict[str, Any]) -> None:
     """The held-out figures and where everything lies."""
-    rows = {name: f"{value:.4f}" for name, value in values.items() if name.startswith("val/")}
+    rows = {
+        name: "no finite number" if value is None else f"{value:.4f}"
+        for name, value in values.items()
+        if name.startswith("val/")
+    }
     if values["train/loss"] is not None:
         rows["train/loss"] = f"{values['train/loss']:.4f} (mean of the last 20 steps)"
+    if values["train/skipped_steps"]:
+        rows["skipped"] = f"{values['train/skipped_steps']:,} steps with a NaN or an infinity"
     if values["train/tokens_per_second"] is not None:
         rows["throughput"] = (
             f"{values['train/tokens_per_second']:,.0f} real tokens per second, "

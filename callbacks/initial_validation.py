@@ -1,18 +1,60 @@
-"""Validation before the first step: what training starts from."""
+"""Validation at the start: before the first step, and where a run was stopped before a validation was over."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 
 class InitialValidation(Callback):
-    """Runs the validation loop once at step 0; a resumed run already has it."""
+    """Runs the validation loop at step 0, and at the step that a run continues from if the one that was due
+    there is missing.
+
+    A checkpoint is written before its step is validated, and says whether that was to follow.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._validated_step = -1
+        self._is_missing = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step > 0:
+        if trainer.global_step > 0 and not self._is_missing:
             return
         # the same loop, on the wrapped model, that Lightning runs between training batches
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False
         trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.run()
+        loop.run()
         trainer.training = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated_step = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._trainer is not None
+        is_done = self._validated_step == self._trainer.global_step
+        return {"is_missing": not is_done and validation_follows(self._trainer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._is_missing = state_dict["is_missing"]
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether Lightning validates after the running batch, by the interval that was asked for."""
+    if not trainer.enable_validation:
+        return False
+    every_n_epochs = trainer.check_val_every_n_epoch
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if every_n_epochs is None:
+        num_batches = progress.total.ready
+    elif (trainer.current_epoch + 1) % every_n_epochs:
+        return False
+    else:
+        num_batches = progress.current.ready
+    return num_batches % trainer.val_check_batch == 0

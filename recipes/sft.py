@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from afmoe.compose import recipe
 from afmoe.config import RunConfig
+from afmoe.explain import explained_faults
 from afmoe.registry import configure
 from afmoe.run import Run, open_run
+from afmoe.signals import StopSignals, stop_signals
 
 
 @recipe(config_name="sft")
 def main(config: RunConfig) -> float | None:
     """One run, from the config to `export/`. Returns the held-out loss, for sweeps."""
     configure("data", config.data).check_files()
-    with open_run(config) as run:
-        return None if run.finished else train(config, run)
+    with open_run(config) as run, stop_signals(run.rank) as signals, explained_faults(config, run.directory):
+        return None if run.finished else train(config, run, signals)
 
 
-def train(config: RunConfig, run: Run) -> float | None:
+def train(config: RunConfig, run: Run, signals: StopSignals) -> float | None:
     """Read the data, build the model, train, validate, export."""
     import lightning.pytorch as pl
 
     from afmoe import build, finish, screens
     from afmoe.console import quiet_libraries
     from afmoe.data.datamodule import AfmoeDataModule
-    from afmoe.hardware import detect_hardware
     from afmoe.flops import ModelFlops
+    from afmoe.hardware import detect_hardware
     from callbacks.run_metrics import RunMetrics
     from callbacks.throughput import Throughput
 
@@ -41,6 +43,7 @@ def train(config: RunConfig, run: Run) -> float | None:
     tokenizer = build.make_tokenizer(config, pretrained)
     source = build.model_source(config, tokenizer, pretrained)
     build.check_export(config, source)
+    build.check_optimizer(config, source)
 
     data = AfmoeDataModule(
         configure("data", config.data),
@@ -51,7 +54,8 @@ def train(config: RunConfig, run: Run) -> float | None:
     )
     data.setup()
     metrics = RunMetrics(Throughput())
-    trainer = build.make_trainer(config, run, build.make_callbacks(config, run, data, metrics), hardware)
+    callbacks = build.make_callbacks(config, run, data, metrics, signals)
+    trainer = build.make_trainer(config, run, callbacks, hardware)
     build.check_parallelism(config, source, trainer, hardware)
     if config.dry_run:
         screens.show_plan(config, source, data, hardware)
@@ -64,7 +68,7 @@ def train(config: RunConfig, run: Run) -> float | None:
 
     with finish.stopped_early(run, trainer, metrics):
         trainer.fit(module, data, ckpt_path=run.resume_from)
-    values = finish.finish(config, run, trainer, module, data, metrics)
+        values = finish.finish(config, run, trainer, module, data, metrics)
     screens.show_end(run, trainer, values)
     return values.get("val/loss")
 

@@ -30,6 +30,7 @@ LAYERS = [
         "afmoe.resume",
         "afmoe.run",
         "afmoe.signals",
+        "afmoe.run_difference",
         "afmoe.step_records",
     ],
     ["afmoe.data"],

@@ -66,9 +66,16 @@ def disk_errors(destination: Path) -> Iterator[None]:
         if error.errno not in _DISK_ERRORS:
             raise
         raise MachineError(
-            f"{destination} could not be written: {error.strerror}; nothing was changed there. "
-            "Free some space or choose another place"
+            f"{destination} could not be written: {error.strerror} ({free_space(destination)}); nothing was "
+            "changed there. Free some space or choose another place"
         ) from error
+
+
+def free_space(path: Path) -> str:
+    """How much is free on the disk of a path, whether it exists or not."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free on that disk"
 
 
 def write_text(path: Path, text: str) -> None:

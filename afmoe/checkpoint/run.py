@@ -3,7 +3,7 @@
     checkpoints/step-000100/
         model.safetensors    the model's tensors under their canonical names, `selection_bias` in fp32
         training_state.pt    the rest of Lightning's checkpoint: optimizers, schedules, loops, callbacks, data
-        complete             written last: step, versions, sizes
+        complete             written last: step, versions, sizes and checksums
     checkpoints/last         the name of the newest whole one
 
 `training_state.pt` holds plain containers, tensors, numbers and strings, so it is read with
@@ -59,10 +59,8 @@ def write_checkpoint(directory: Path | str, state: Mapping[str, Any]) -> None:
 def read_checkpoint(directory: Path | str) -> dict[str, Any]:
     """Lightning's checkpoint dict as it was given to `write_checkpoint`, on the CPU."""
     directory = Path(directory)
-    if read_marker(directory) is None:
-        raise ConfigError(
-            f"{directory} is no whole checkpoint: its marker `complete` is missing or does not fit the files"
-        )
+    # raises when the directory is not whole
+    read_marker(directory)
     state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
     record = state.pop(_RECORD)
     reader = tensor_file.TensorReader(directory)

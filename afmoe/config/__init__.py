@@ -17,6 +17,7 @@ from afmoe.config.model import (
 from afmoe.config.run import (
     CheckpointConfig,
     ExportConfig,
+    FaultsConfig,
     MoeConfig,
     RunConfig,
     SamplesConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "AfmoeConfig",
     "CheckpointConfig",
     "ExportConfig",
+    "FaultsConfig",
     "ModelConfig",
     "MoeConfig",
     "RunConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from afmoe.config.checks import at_least
+from afmoe.config.checks import at_least, one_of
 from afmoe.config.model import ModelConfig
 from afmoe.config.trainer import TrainerConfig
 from afmoe.errors import ConfigError
@@ -32,11 +32,30 @@ class CheckpointConfig:
     every_n_steps: int = 100
     """Optimizer steps between checkpoints; 0 writes none."""
     keep_last: int = 2
-    """Whole checkpoints that are kept."""
+    """Newest whole checkpoints that are kept."""
+    best_metric: str | None = None
+    """A figure of the validation, `val/loss` say: the checkpoint where it was best is kept too."""
+    best_mode: str = "min"
+    """`min` or `max`: which values of that figure are better."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every_n_steps", self.every_n_steps, 0)
         at_least("checkpoint.keep_last", self.keep_last, 1)
+        one_of("checkpoint.best_mode", self.best_mode, ("min", "max"))
+        if self.best_metric is not None and not self.every_n_steps:
+            raise ConfigError(
+                f"checkpoint.best_metric={self.best_metric} needs checkpoints, but "
+                "checkpoint.every_n_steps=0 writes none"
+            )
+
+
+@dataclass(kw_only=True)
+class FaultsConfig:
+    max_skipped_steps: int = 10
+    """Optimizer steps in a row without a finite loss and gradient after which the run stops."""
+
+    def __post_init__(self) -> None:
+        at_least("faults.max_skipped_steps", self.max_skipped_steps, 1)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +91,7 @@ class RunConfig:
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_name: str = "run"
@@ -92,3 +112,16 @@ class RunConfig:
         parts = self.run_name.split("/")
         if not self.run_name.isprintable() or any(part in ("", ".", "..") for part in parts):
             raise ConfigError(f"run_name must be the name of a folder below outputs/, got {self.run_name!r}")
+        self._check_validation_borders()
+
+    def _check_validation_borders(self) -> None:
+        """What looks at a validation to save or to stop needs one that falls between optimizer steps."""
+        interval, accumulate = self.trainer.val_check_interval, self.trainer.accumulate_grad_batches
+        user = "callbacks=early_stopping" if "early_stopping" in self.callbacks else None
+        user = "checkpoint.best_metric" if self.checkpoint.best_metric is not None else user
+        is_number = isinstance(interval, int) and not isinstance(interval, bool)
+        if user is not None and is_number and interval % accumulate:
+            raise ConfigError(
+                f"{user} needs trainer.val_check_interval={interval}, which counts micro-batches, to be a "
+                f"multiple of trainer.accumulate_grad_batches={accumulate}"
+            )

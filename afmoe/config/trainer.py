@@ -23,6 +23,8 @@ class TrainerConfig:
     precision: str = "32-true"
     max_steps: int = -1
     max_epochs: int | None = None
+    max_tokens: int | None = None
+    """Real tokens of all ranks; ours, not Lightning's."""
     max_time: str | None = None
     accumulate_grad_batches: int = 1
     val_check_interval: Any = None
@@ -53,6 +55,8 @@ class TrainerConfig:
             at_least("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
         if self.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(self.max_time)):
             raise ConfigError(f"trainer.max_time is written DD:HH:MM:SS, got {self.max_time}")
+        if self.max_tokens is not None:
+            self._check_max_tokens(self.max_tokens)
         one_of("trainer.profiler", self.profiler, (None, "simple", "advanced", "pytorch"))
         at_least("trainer.max_steps", self.max_steps, -1)
         one_of("trainer.precision", self.precision, PRECISIONS)
@@ -69,6 +73,14 @@ class TrainerConfig:
         if isinstance(devices, list) and not all(isinstance(index, int) and index >= 0 for index in devices):
             raise ConfigError(f"trainer.devices lists device numbers from 0, got {devices}")
 
+    def _check_max_tokens(self, max_tokens: int) -> None:
+        at_least("trainer.max_tokens", max_tokens, 1)
+        if self.overfit_batches or self.limit_train_batches not in (None, 1.0):
+            raise ConfigError(
+                f"trainer.max_tokens={max_tokens} counts the tokens of whole epochs; it does not go with "
+                "trainer.limit_train_batches or trainer.overfit_batches, use trainer.max_steps there"
+            )
+
     def _check_whole_steps(self) -> None:
         """Lightning steps at the end of a cut epoch although micro-batches are missing."""
         for name in ("limit_train_batches", "overfit_batches"):
@@ -82,4 +94,10 @@ class TrainerConfig:
                 )
 
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+def seconds_of(duration: str) -> int:
+    """Seconds of `DD:HH:MM:SS`, as `trainer.max_time` is written."""
+    days, hours, minutes, seconds = map(int, duration.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")

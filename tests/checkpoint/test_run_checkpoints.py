@@ -252,7 +252,8 @@ def test_a_full_disk_is_a_clear_error_and_keeps_the_older_checkpoint(tmp_path):
     lines = output.splitlines()
     assert len(lines) == 4, errors
     for message, names in (lines[:2], lines[2:]):
-        assert "step-000006 could not be written: File too large; nothing was changed there" in message
+        assert "step-000006 could not be written: File too large (" in message
+        assert "GiB free on that disk); nothing was changed there" in message
         assert names == "['last', 'step-000005']"
     assert newest_checkpoint(tmp_path) == directory_of(tmp_path, 5)
 
