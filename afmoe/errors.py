@@ -102,7 +102,7 @@ def one_line_errors(config_name: str) -> Iterator[None]:
 
 
 @contextmanager
-def script_errors() -> Iterator[None]:
+def script_errors(exit_code: int = 1) -> Iterator[None]:
     """`one_line_errors` for a program that reads its options without Hydra."""
     try:
         yield
@@ -110,11 +110,11 @@ def script_errors() -> Iterator[None]:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         show(error)
-        raise SystemExit(1) from None
+        raise SystemExit(exit_code) from None
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Mistakes in the options end like all others: one line, exit code 1, when read in `script_errors`."""
+    """Mistakes in the options end like all others, in one line, when read in `script_errors`."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")

@@ -24,8 +24,10 @@ class RecordSteps(Callback):
 
     def __init__(self, run_directory: Path) -> None:
         self.path = run_directory / FILE
-        self._plain: list[dict[str, Any]] = []
-        """What is known without the device, one record a step that is not written yet."""
+        self._plain: list[tuple[int, float | list[float], int]] = []
+        """What is known without the device of each step not written yet: its number, learning rate and
+        tokens.
+        """
         self._scalars: list[Tensor] = []
         """[2 + L]: this rank's share of the loss, the gradient norm, sums of the router's confidence."""
         self._counts: list[Tensor] = []
@@ -49,8 +51,7 @@ class RecordSteps(Callback):
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return
-        plain = {"step": trainer.global_step, "lr": self._rates, "tokens": batch["num_real_tokens"]}
-        self._plain.append(plain)
+        self._plain.append((trainer.global_step, self._rates, batch["num_real_tokens"]))
         statistics = [
             block.statistics for block in iter_moe_blocks(pl_module) if block.statistics is not None
         ]
@@ -76,13 +77,17 @@ class RecordSteps(Callback):
         """Read back and write what is waiting. Every rank has to."""
         if not self._plain:
             return
-        records, self._plain = self._plain, []
+        steps, rates, tokens = zip(*self._plain, strict=True)
+        self._plain = []
         scalars_nX, self._scalars = torch.stack(self._scalars), []
         norms_n = scalars_nX[:, 1].clone()
         scalars_nX = self._sum(scalars_nX)
         figures: dict[str, Iterable[Any]] = {
+            "step": steps,
             "loss": shortest(scalars_nX[:, 0]),
             "gradient_norm": shortest(norms_n),
+            "lr": rates,
+            "tokens": tokens,
         }
         if self._counts:
             counts_nLX, self._counts = self._sum(torch.stack(self._counts)), []
@@ -92,9 +97,9 @@ class RecordSteps(Callback):
             figures["counts"] = [[f"{sum_:016x}" for sum_ in row] for row in checksums(counts_nLE)]
         if self._trainer.is_global_zero:
             blocks = iter_moe_blocks(self._trainer.lightning_module)
-            for name, values in figures.items():
-                for record, value in zip(records, values, strict=True):
-                    record[name] = value
+            records = [
+                dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)
+            ]
             append(self.path, [block.layer_index for block in blocks], records)
 
     def _sum(self, tensor: Tensor) -> Tensor:
