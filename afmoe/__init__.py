@@ -7,6 +7,7 @@ Tensor names end in their shape, one letter an axis, everywhere in this package:
     E experts    L experts held locally    K experts per token (top-k)
     N routed copies (T*K)    R rows that the local experts receive
     F hidden size of an expert    V vocabulary
+    W ranks that share the experts    A tokens that arrive at a rank, once each
 
 Names below are imported when first used, so that `import afmoe` stays light.
 """

@@ -34,6 +34,8 @@ class Hardware:
     """Whether `torch.compile` can build CPU code: a C++ compiler and Python's headers."""
     has_deep_gemm: bool = False
     """Whether DeepGEMM's Python package is installed."""
+    has_deep_ep: bool = False
+    """Whether DeepEP's Python package is installed."""
     has_triton: bool = False
     """Whether kernels in Triton can be compiled: the package is installed and the device is a CUDA GPU."""
     memory_gib: float = 0.0
@@ -82,6 +84,7 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
         num_devices=torch.cuda.device_count(),
         has_cxx_compiler=has_cxx_compiler(),
         has_deep_gemm=importlib.util.find_spec("deep_gemm") is not None,
+        has_deep_ep=importlib.util.find_spec("deep_ep") is not None,
         has_triton=importlib.util.find_spec("triton") is not None,
         memory_gib=properties.total_memory / 2**30,
     )

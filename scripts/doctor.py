@@ -60,6 +60,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "activation": "silu",
     },
+    "moe/dispatch": {"precision": "bf16-mixed"},
 }
 
 

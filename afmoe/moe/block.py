@@ -13,10 +13,14 @@ from afmoe.moe.dispatch import Dispatcher
 from afmoe.moe.experts import Experts
 from afmoe.moe.router import Router
 from afmoe.moe.statistics import CountedModule
+from afmoe.recomputation import part
 
 
 class MoeBlock(CountedModule):
     """One layer's routed experts and its shared expert, which the layer hands in (None: it has none)."""
+
+    recomputes_experts = False
+    """Whether what the experts keep for backward is dropped and computed again there."""
 
     def __init__(
         self,
@@ -47,20 +51,23 @@ class MoeBlock(CountedModule):
         routing = self.router(tokens_TD, token_mask_T)
         plan = self.dispatcher.plan(routing.expert_ids_TK, token_mask_T, agreed)
         # before dispatch: ranks that share the experts tell each other their counts meanwhile
-        shared_BSD = None if self.shared_expert is None else self.shared_expert(hidden_BSD)
+        shared_BSD = None if self.shared_expert is None else self._part(self.shared_expert, hidden_BSD)
         dispatched = self.dispatcher.dispatch(
             self.prepare_expert_input(tokens_TD),
             routing.weights_TK,
             plan,
             score_before_experts=self.score_before_experts,
         )
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
+        rows_RD = self._part(self.experts, dispatched.rows_RD, dispatched.offsets_L, dispatched.source)
         routed_TD = self.dispatcher.combine(rows_RD, dispatched.state)
         output_BSD = self.prepare_expert_output(routed_TD).view_as(hidden_BSD)
         if shared_BSD is not None:
             output_BSD = shared_BSD + output_BSD
         self.count(routing, plan.counts_E, token_mask_T)
         return output_BSD, routing.logits_TE
+
+    def _part(self, experts: nn.Module, *inputs: Any) -> Tensor:
+        return part(experts, *inputs, is_recomputed=self.recomputes_experts)
 
     def prepare_expert_input(self, tokens_TD: Tensor) -> Tensor:
         """What the experts see of the tokens. For subclasses whose experts work in another space."""

@@ -70,6 +70,24 @@ def test_outputs_and_gradients_equal_a_sum_token_by_token(
         assert (value[masked] == 0).all()
 
 
+def test_weights_on_the_experts_input_are_not_on_their_output(dispatcher: Any) -> None:
+    tokens_TD, ids_TK, weights_TK = random_routing()
+    mask_T = torch.rand(T) > 0.2
+    leaves = [tokens_TD.double().requires_grad_(), weights_TK.double().requires_grad_()]
+    plan = dispatcher.plan(ids_TK, mask_T)
+    dispatched = dispatcher.dispatch(*leaves, plan, score_before_experts=True)
+    rows_RD = dispatched.rows_RD.square()
+    actual_TD = dispatcher.combine(rows_RD, dispatched.state)
+    squares_TK = (leaves[1].square() * mask_T[:, None]).sum(1, keepdim=True)
+    expected_TD = leaves[0].square() * squares_TK
+    torch.testing.assert_close(actual_TD, expected_TD, rtol=1e-12, atol=1e-12)
+    actual, expected = (
+        torch.autograd.grad(value, leaves, torch.ones_like(tokens_TD, dtype=torch.float64))
+        for value in (actual_TD, expected_TD)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_each_real_copy_lies_once_in_the_rows_of_its_expert(dispatcher: Any) -> None:
     tokens_TD, ids_TK, weights_TK = random_routing()
     mask_T = torch.rand(T) > 0.2

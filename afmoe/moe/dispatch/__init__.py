@@ -1,7 +1,7 @@
 """Token dispatch: bring each token's copies to its experts, and bring the answers back.
 
-The experts of a model are shared by the ranks of a process group, in runs: of E experts and S ranks, rank r
-owns those from r E / S up to (r + 1) E / S. Three calls a layer, in this order, all ranks together:
+The experts of a model are shared by the ranks of a process group, in runs: of E experts and W ranks, rank r
+owns those from r E / W up to (r + 1) E / W. Three calls a layer, in this order, all ranks together:
 
     plan = dispatcher.plan(expert_ids_TK, token_mask_T)     sorts, starts to exchange what the ranks must know
     dispatched = dispatcher.dispatch(tokens_TD, weights_TK, plan)        the rows of this rank's experts

@@ -47,7 +47,8 @@ class AllToAllDispatcher:
             )
         self.transport = config.transport
         self.num_experts = num_experts
-        self.group = process_group
+        # a group is reached by its name from within an operator
+        self.group_name, self.num_ranks = process_group.group_name, process_group.size()
 
     @classmethod
     def why_not(cls, config: Config, *, hardware: Hardware, precision: str) -> str | None:
@@ -59,33 +60,33 @@ class AllToAllDispatcher:
     def plan(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None, agreed: None = None) -> _Plan:
         copies = Copies.of(expert_ids_TK, token_mask_T, self.num_experts)
         counts_E = copies.counts_E
-        return _Plan(copies, counts_E, start_counts(counts_E, self.group))
+        return _Plan(copies, counts_E, start_counts(counts_E, self.group_name, self.num_ranks))
 
     def dispatch(
         self, tokens_TD: Tensor, weights_TK: Tensor, plan: _Plan, *, score_before_experts: bool = False
     ) -> Dispatched:
         before_TK, after_TK = (weights_TK, None) if score_before_experts else (None, weights_TK)
         rows_ND = plan.copies.gather(tokens_TD, before_TK)
-        arrived_SL = wait_counts(plan.arriving_E, self.group)
-        leaving_SL = plan.counts_E.view_as(arrived_SL)
+        arrived_WL = wait_counts(plan.arriving_E, self.num_ranks)
+        leaving_WL = plan.counts_E.view_as(arrived_WL)
         # where the host waits
-        sizes_2S = torch.stack([leaving_SL.sum(1), arrived_SL.sum(1)]).cpu()
-        received_RD = self._exchange(rows_ND, sizes_2S, None)
-        row_of_arrival_R = rows_by_expert(arrived_SL, received_RD.shape[0])
+        sizes_2W = torch.stack([leaving_WL.sum(1), arrived_WL.sum(1)]).cpu()
+        received_RD = self._exchange(rows_ND, sizes_2W, None)
+        row_of_arrival_R = rows_by_expert(arrived_WL, received_RD.shape[0])
         arrival_of_row_R = invert_permutation(row_of_arrival_R)
         return Dispatched(
             rows_RD=permute_rows(received_RD, arrival_of_row_R, row_of_arrival_R),
-            offsets_L=arrived_SL.sum(0).cumsum(0).to(torch.int32),
-            state=_State(plan.copies, after_TK, sizes_2S, arrival_of_row_R, row_of_arrival_R),
+            offsets_L=arrived_WL.sum(0).cumsum(0).to(torch.int32),
+            state=_State(plan.copies, after_TK, sizes_2W, arrival_of_row_R, row_of_arrival_R),
         )
 
     def combine(self, rows_RD: Tensor, state: _State) -> Tensor:
         answers_RD = permute_rows(rows_RD, state.row_of_arrival_R, state.arrival_of_row_R)
-        rows_ND = self._exchange(answers_RD, state.sizes_2S.flip(0), state.copies.order_N.shape[0])
+        rows_ND = self._exchange(answers_RD, state.sizes_2W.flip(0), state.copies.order_N.shape[0])
         return state.copies.sum(rows_ND, state.weights_TK)
 
-    def _exchange(self, rows_RD: Tensor, sizes_2S: Tensor, num_rows: int | None) -> Tensor:
-        return exchange_rows(rows_RD, sizes_2S, num_rows, self.group.group_name, self.transport)
+    def _exchange(self, rows_RD: Tensor, sizes_2W: Tensor, num_rows: int | None) -> Tensor:
+        return exchange_rows(rows_RD, sizes_2W, num_rows, self.group_name, self.transport)
 
 
 @dataclass(frozen=True)
@@ -104,22 +105,22 @@ class _State:
     copies: Copies
     weights_TK: Tensor | None
     """Of the sum. None: they are on the rows already."""
-    sizes_2S: Tensor
+    sizes_2W: Tensor
     """int64, on the CPU: rows sent to each rank, and received from each."""
     arrival_of_row_R: Tensor
     """Of the rows by expert: its place among the rows by source rank."""
     row_of_arrival_R: Tensor
 
 
-def rows_by_expert(counts_SL: Tensor, num_rows: int) -> Tensor:
+def rows_by_expert(counts_WL: Tensor, num_rows: int) -> Tensor:
     """The place by (expert, source rank) of each row that arrived by (source rank, expert).
 
-    `counts_SL`: rows from each rank for each expert, `num_rows` in all.
+    `counts_WL`: rows from each rank for each expert, `num_rows` in all.
     """
-    ends_SL = counts_SL.flatten().cumsum(0).view_as(counts_SL)
-    ends_LS = counts_SL.t().flatten().cumsum(0).view(counts_SL.shape[1], counts_SL.shape[0])
+    ends_WL = counts_WL.flatten().cumsum(0).view_as(counts_WL)
+    ends_LW = counts_WL.t().flatten().cumsum(0).view(counts_WL.shape[1], counts_WL.shape[0])
     # rows of one run keep their order: from where they lie now to where they go it is the same way for all
-    shift_SL = (ends_LS.t() - ends_SL).flatten()
-    arrivals_R = torch.arange(num_rows, device=counts_SL.device)
-    runs_R = torch.searchsorted(ends_SL.flatten(), arrivals_R, right=True)
-    return arrivals_R + shift_SL[runs_R]
+    shift_WL = (ends_LW.t() - ends_WL).flatten()
+    arrivals_R = torch.arange(num_rows, device=counts_WL.device)
+    runs_R = torch.searchsorted(ends_WL.flatten(), arrivals_R, right=True)
+    return arrivals_R + shift_WL[runs_R]

@@ -35,10 +35,10 @@ def pack(rows_RD: Tensor, transport: str) -> Tensor:
     return torch.cat([codes_RD.contiguous().view(torch.uint8), exponents_RB], 1)
 
 
-def unpack(packed_RW: Tensor, transport: str, size: int, dtype: torch.dtype) -> Tensor:
-    """The rows [R, size] of `dtype` that `packed_RW` stands for."""
+def unpack(packed: Tensor, transport: str, size: int, dtype: torch.dtype) -> Tensor:
+    """The rows [R, size] of `dtype` that `packed` stands for."""
     if transport != "mxfp8":
-        return packed_RW.to(dtype)
-    codes_RD = packed_RW[:, :size].view(torch.float8_e4m3fn)
-    scale_RB = (packed_RW[:, size:].to(torch.int32) << 23).view(torch.float32)
+        return packed.to(dtype)
+    codes_RD = packed[:, :size].view(torch.float8_e4m3fn)
+    scale_RB = (packed[:, size:].to(torch.int32) << 23).view(torch.float32)
     return dequantize_rows(codes_RD, scale_RB, MX_BLOCK_SIZE).to(dtype)
