@@ -90,7 +90,7 @@ def check_strategy(run: RunConfig, model: AfmoeConfig, *, world_size: int, hardw
     if strategy.ep_size > 1:
         if run.moe.dispatch.get("name") == "local":
             refuse_several_ranks(strategy.ep_size)
-        check_dispatch(run.moe.dispatch, hardware)
+        check_dispatch(run.moe.dispatch, hardware=hardware, precision=run.trainer.precision)
     if strategy.process_group_backend == "nccl" and not hardware.is_cuda:
         raise ConfigError(
             "trainer.strategy.process_group_backend=nccl needs GPUs, this run is on the CPU; leave it null"

@@ -47,8 +47,9 @@ class AfmoeDeepSpeedPrecision(DeepSpeedPrecision):
             self._after_closure(model, optimizer)
         engine.step()
         if is_whole and self.stage:
-            # what ZeRO clipped by; without ZeRO the module clips and knows it
+            # what ZeRO clipped by, infinite where it left the step out; without ZeRO the module clips
             model.gradient_norm = torch.as_tensor(engine.optimizer._global_grad_norm)
+            model.bad_step = model.find_bad_step()
         return result
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -111,6 +111,9 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
+        if self.stage in (1, 2):
+            # else it would take steps with NaN where the working dtype is bf16
+            zero_optimizer.check_grad_overflow = True
         return engine, zero_optimizer
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:

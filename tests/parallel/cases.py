@@ -31,6 +31,7 @@ QUICK = [
     Case("sgd-1x4", world_size=2, strategy=zero(1, 2), optimizer="sgd", batch_size=4),
     Case("sgd-4x1", world_size=2, strategy=zero(1, 2), optimizer="sgd", accumulate=4),
     Case("frozen", world_size=2, strategy=zero(1, 2), freeze=["*router*"], tied=True),
+    Case("poisoned", 2, zero(2, 2), poisoned_step=1),
     Case("offload", world_size=2, strategy=zero(2, 2, offload_optimizer=True)),
     Case(
         "bf16",
@@ -38,6 +39,7 @@ QUICK = [
         strategy=zero(2, 2, offload_optimizer=True),
         precision="bf16-true",
         fp32_router=True,
+        poisoned_step=2,
     ),
 ]
 ALONE = Case("alone", batch_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +86,7 @@ def assert_equal_to_one(ours: dict[str, Any], one: dict[str, Any], optimizer: st
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    """Largest deviation; numbers that are not finite have to be so on both sides."""
+    pairs = list(zip(ours, theirs, strict=True))
+    assert all(math.isfinite(a) == math.isfinite(b) for a, b in pairs)
+    return max(abs(a - b) / abs(b) for a, b in pairs if math.isfinite(b))

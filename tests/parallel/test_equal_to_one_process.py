@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def test_bf16_keeps_router_and_its_reduced_gradients_in_fp32(two_ranks: Path) ->
             gradient = gradient[gradient != 0]
             rounded = (gradient == gradient.bfloat16()).float().mean()
             assert rounded < 0.05, f"{name} went through bf16"  # 2^-16 by chance
+
+
+def test_bf16_leaves_out_a_step_with_nan(two_ranks: Path) -> None:
+    bf16 = result(two_ranks, "bf16")
+    assert [math.isfinite(norm) for norm in bf16["norms"]] == [True, True, False, True]
+    assert all(weight.isfinite().all() for weight in bf16["weights"].values())
 
 
 def test_every_rank_holds_its_half_of_the_experts(two_ranks: Path) -> None:

@@ -52,6 +52,8 @@ class Case:
     steps: int = 4
     max_steps: int = 4
     """Length that the schedule is made for."""
+    poisoned_step: int | None = None
+    """The last rank's expert gradients are NaN in this step."""
     resume_from: str | None = None
     save_to: str | None = None
 
@@ -84,6 +86,19 @@ class StopAndSave(Checkpoint):
             trainer.should_stop = True
             if self.save_to is not None:
                 trainer.save_checkpoint(self.save_to, weights_only=False)
+
+
+class Poison(pl.Callback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank != trainer.world_size - 1:
+            return
+        for block in iter_moe_blocks(pl_module):
+            block.experts.up_proj.register_hook(
+                lambda gradient: gradient * float("nan") if trainer.global_step == self.step else gradient
+            )
 
 
 class Watch(pl.Callback):
@@ -199,7 +214,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         max_steps=case.max_steps,
         min_steps=0,
         accumulate_grad_batches=case.accumulate,
-        callbacks=[watch, StopAndSave(case.steps, case.save_to)],
+        callbacks=[watch, Poison(case.poisoned_step), StopAndSave(case.steps, case.save_to)],
         plugins=[RunCheckpointIO()],
         logger=False,
         enable_checkpointing=True,
