@@ -49,11 +49,12 @@ def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, har
     }
     model = meta_model(source, plugins)
     rows = _rows(config, model, data, hardware, num_ranks=1)
-    needed_gib, available_gib = training_memory_gib(model), hardware.memory_gib * hardware.num_devices
-    fits = "" if needed_gib <= available_gib else ": it does not fit"
+    needed_gib = training_memory_gib(config, source.config, hardware)
+    fits = "" if needed_gib <= hardware.memory_gib else ": it does not fit"
     rows["memory"] = (
-        f"at least {needed_gib:.2f} GiB for weights, gradients and optimizer in fp32, this machine has "
-        f"{available_gib:.0f} GiB{fits}"
+        f"at least {needed_gib:.2f} GiB for weights, gradients and optimizer states, "
+        f"{'each GPU' if hardware.is_cuda else 'this machine'} has {hardware.memory_gib:.0f} GiB{fits}; "
+        "scripts/plan.py says more"
     )
     batch = next(iter(data.train_dataloader()))
     shape = "x".join(str(size) for size in batch["input_ids"].shape)
@@ -105,9 +106,7 @@ def _rows(
             f"{model_config.num_experts} experts, top-{model_config.num_experts_per_tok}; vocabulary "
             f"{model_config.vocab_size:,}"
         ),
-        "experts": f"{blocks[0].compute.description}, {config.moe.dispatch['name']} dispatch"
-        if blocks
-        else "none",
+        "experts": f"{blocks[0].compute.description}, {_dispatch(config)}" if blocks else "none",
         "attention": config.attention["name"],
         "data": data.source.description,
     }
@@ -128,6 +127,14 @@ def _rows(
         f"{data.config.sequence_length} tokens"
     )
     return rows
+
+
+def _dispatch(config: RunConfig) -> str:
+    """What dispatch runs: with one expert rank `local`, whatever is chosen."""
+    name, num_ranks = config.moe.dispatch["name"], config.trainer.strategy.get("ep_size", 1)
+    if num_ranks > 1:
+        return f"{name} dispatch over {num_ranks} ranks"
+    return "local dispatch" + ("" if name == "local" else f" ({name} has nothing to do: one expert rank)")
 
 
 def _device(config: RunConfig, hardware: Hardware, num_ranks: int) -> str:

@@ -42,8 +42,8 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
     "bf16": {"name": "all_to_all", "transport": "bf16"},
     "mxfp8": {"name": "all_to_all", "transport": "mxfp8"},
     "deepep": {"name": "deepep"},
-    # 37 tokens are six chunks, the last of two; 20 tokens are three, then three empty ones
-    "deepep_chunked": {"name": "deepep", "token_chunk_size": 7},
+    # 37 tokens are three chunks, the last of eleven; 20 tokens are two, then an empty one
+    "deepep_chunked": {"name": "deepep", "token_chunk_size": 13},
 }
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, directory: Path, *, timeout_seconds: float = 120.0
+    function: Callable[..., Any], num_ranks: int, directory: Path, *, timeout_seconds: float = 200.0
 ) -> list[Any]:
     """What `function()` returns in each rank. Raises with the traceback of the first rank that fails."""
     context = multiprocessing.get_context("spawn")

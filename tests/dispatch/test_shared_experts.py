@@ -115,9 +115,12 @@ def test_a_second_run_gives_the_same_bits(two: list[dict[str, Any]]) -> None:
     assert all(report["repeated"] for report in two)
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("dispatcher", ["native", "mxfp8", "deepep_chunked"])
-def test_recomputed_blocks_neither_hang_nor_change_a_bit(two: list[dict[str, Any]], dispatcher: str) -> None:
-    assert all(report["checkpointed"][dispatcher] for report in two)
+def test_recomputation_neither_hangs_nor_changes_a_bit(
+    two: list[dict[str, Any]], dispatcher: str, kind: str
+) -> None:
+    assert all(report["checkpointed"][dispatcher][kind] for report in two)
 
 
 @pytest.mark.parametrize("transport", ["native", "mxfp8"])

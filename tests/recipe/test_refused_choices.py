@@ -1,9 +1,11 @@
-"""Choices that this machine cannot run, through the recipe: one line, every reason, nothing written."""
+"""Choices that this machine cannot run, or that have nothing to do, through the recipe: both say so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.recipe.conftest import TINY, Result
 from tests.recipe.test_mistakes import one_error_line
@@ -18,3 +20,10 @@ def test_choices_that_cannot_run_here_are_one_line_with_every_reason(
         assert part in line
     assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "deepep"])
+def test_one_expert_rank_runs_local_dispatch_and_says_so(sft: Callable[..., Result], name: str) -> None:
+    result = sft(*TINY, f"moe/dispatch={name}", "dry_run=true")
+    assert result.code == 0, result.err
+    assert f"local dispatch ({name} has nothing to do: one expert rank)" in " ".join(result.out.split())
