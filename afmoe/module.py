@@ -23,6 +23,7 @@ from afmoe.faults import non_finite
 from afmoe.losses import IGNORED
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.moe.statistics import count_routing
+from afmoe.optim.clipping import clip_gradients
 from afmoe.optim.groups import freeze_parameters, refuse_other_groups
 from afmoe.optim.master_weights import MasterWeights
 
@@ -121,18 +122,14 @@ class AfmoeModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        limit = self.optim.config.gradient_clip
-        # with an infinite limit the gradients stay as they are and the norm is still known
-        self.gradient_norm = torch.nn.utils.clip_grad_norm_(
-            (parameter for parameter in self.parameters() if parameter.grad is not None),
-            math.inf if limit is None else limit,
-        )
-        self.bad_step = self._find_bad_step()
+        self.gradient_norm = clip_gradients(self.parameters(), self.optim.config.gradient_clip)
+        self.bad_step = self.find_bad_step()
         # torch's name for it: the optimizer skips the step without the host having to know
         optimizer.found_inf = self.bad_step  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _find_bad_step(self) -> Tensor:
-        # the loss scale of fp16 goes up until gradients overflow: its scaler skips such a step, which is no fault
+    def find_bad_step(self) -> Tensor:
+        # the loss scale of fp16 goes up until gradients overflow: its scaler skips such a step, which is no
+        # fault
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         bad = non_finite(self.step_loss, None if is_scaled else self.gradient_norm)
         # gradients are summed over ranks, losses are not

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
 from afmoe.module import AfmoeModule
 from afmoe.moe.router import Routing
+from afmoe.optim.loss_scaling import LossScaling
 from afmoe.registry import build, configure
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
@@ -35,7 +36,7 @@ CONFIG = AfmoeConfig(
 
 def table() -> dict[tuple[str, bool], dict[str, str]]:
     text = PAGE.read_text(encoding="utf-8")
-    head, *rows = re.findall(r"^\| (.*) \|$", text[text.index("| precision | ") :], re.MULTILINE)[:7]
+    head, *rows = re.findall(r"^\| (.*) \|$", text[text.index("| precision | ") :], re.MULTILINE)[:9]
     names = head.split(" | ")
     assert names == ["precision", "`fp32_router`", *COLUMNS]
     cells = [row.split(" | ") for row in rows]
@@ -66,7 +67,7 @@ def one_batch() -> dict[str, Any]:
 
 
 def short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def trained(precision: str, fp32_router: bool) -> tuple[AfmoeForCausalLM, Routing]:
@@ -78,10 +79,12 @@ def trained(precision: str, fp32_router: bool) -> tuple[AfmoeForCausalLM, Routin
         seed=0,
     )
     last = LastRouting()
+    is_fp16 = precision == "16-mixed"
     router_callbacks = [build(configure("callbacks", "fp32_router"))] if fp32_router else []
     trainer = pl.Trainer(
         accelerator="cpu",
-        precision=precision,  # pyright: ignore[reportArgumentType]
+        precision=None if is_fp16 else precision,  # pyright: ignore[reportArgumentType]
+        plugins=[LossScaling("cpu")] if is_fp16 else [],
         max_steps=1,
         logger=False,
         enable_checkpointing=False,
@@ -99,13 +102,17 @@ def trained(precision: str, fp32_router: bool) -> tuple[AfmoeForCausalLM, Routin
     "ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:You defined a"
 )
 @pytest.mark.parametrize("fp32_router", [False, True], ids=["plain", "fp32_router"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_table_of_dtypes_is_what_a_step_has(precision: str, fp32_router: bool, tmp_path: Path) -> None:
     model, routing = trained(precision, fp32_router)
     block = next(iter_moe_blocks(model))
     norms = {short(weight.dtype) for name, weight in model.named_parameters() if "norm" in name}
     # logits out of a bf16 product are numbers of bf16, whatever they are handed on in
-    is_bf16 = torch.equal(routing.logits_TE, routing.logits_TE.bfloat16().float())
+    product = next(
+        dtype
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        if torch.equal(routing.logits_TE, routing.logits_TE.to(dtype).float())
+    )
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         exported = file.get_tensor("model.layers.1.mlp.expert_bias").dtype
@@ -113,7 +120,7 @@ def test_table_of_dtypes_is_what_a_step_has(precision: str, fp32_router: bool, t
         "norms": norms.pop(),
         "experts": short(block.experts.gate_proj.dtype),
         "gate, stored": short(block.router.gate.weight.dtype),
-        "gate, product": "bf16" if is_bf16 else "fp32",
+        "gate, product": short(product),
         "scores": short(routing.scores_TE.dtype),
         "selection bias": short(block.router.selection_bias.dtype),
         "its export": short(exported),

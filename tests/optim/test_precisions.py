@@ -13,6 +13,7 @@ from torch import Tensor
 from trained_model import draw_gradients, small_model
 
 from afmoe.module import AfmoeModule
+from afmoe.optim.clipping import clip_gradients
 from afmoe.optim.loss_scaling import LossScaling
 from afmoe.optim.master_weights import MasterWeights
 from afmoe.registry import build, configure
@@ -112,6 +113,23 @@ def test_found_inf_reaches_the_wrapped_optimizer() -> None:
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_is_known_in_fp32_and_clips_all_gradients_to_the_limit(dtype: torch.dtype) -> None:
+    model = small_model().to(dtype)
+    draw_gradients(model)
+    gradients = [one.grad.double() for one in model.parameters() if one.grad is not None]
+    wanted = torch.stack([one.norm() for one in gradients]).norm()
+    assert clip_gradients(model.parameters(), None) == pytest.approx(float(wanted), rel=1e-6)
+    kept = [one.grad.double() for one in model.parameters() if one.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(kept, gradients, strict=True))
+    norm = clip_gradients(model.parameters(), 1.0)
+    assert norm.dtype == torch.float32
+    assert norm == pytest.approx(float(wanted), rel=1e-6)
+    for parameter, before in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, (before / wanted).to(dtype), rtol=1e-2, atol=1e-8)
 
 
 class Steps(pl.Callback):
