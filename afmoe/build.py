@@ -33,19 +33,18 @@ from afmoe.fault_record import save_fault
 from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
 from afmoe.model_plugins import check_plugins
+from afmoe.model_shape import model_shape
 from afmoe.module import AfmoeModule
 from afmoe.optim.groups import check_patterns
 from afmoe.optim.loss_scaling import LossScaling
 from afmoe.parallel.deepspeed import check_strategy
+from afmoe.planning import Setup, least_bytes
 from afmoe.registry import build, configure
 from afmoe.run import Run
 from afmoe.signals import StopSignals
 from callbacks.run_metrics import RunMetrics
 
 log = logging.getLogger(__name__)
-
-# fp32 weight, gradient and AdamW's two averages
-_BYTES_PER_TRAINED_PARAMETER = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,42 +87,12 @@ def find_pretrained(config: ModelConfig) -> Path | None:
 def model_source(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, pretrained: Path | None
 ) -> ModelSource:
-    """The model's config: the checkpoint's, or the preset's with the tokenizer's vocabulary and special
-    tokens.
-
-    Raises `ConfigError` where a field that the person set contradicts the checkpoint, and where the tokenizer
-    has more tokens than the vocabulary.
-    """
-    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(AfmoeConfig)}
-    num_tokens = len(tokenizer)
-    if pretrained is not None:
-        stored = read_config(pretrained)
-        for name in config.model.explicit:
-            # both older forms of the rotary settings end up in the newer one
-            compared = "rope_parameters" if name.startswith("rope_") else name
-            if fields[compared] != getattr(stored, compared):
-                raise ConfigError(
-                    f"model.{name}={fields[name]} contradicts {pretrained / 'config.json'}, which has "
-                    f"{compared}: {getattr(stored, compared)}; take the override away, or train without "
-                    "model.pretrained"
-                )
-        if num_tokens > stored.vocab_size and not config.tokenizer.resize:
-            raise ConfigError(
-                f"the tokenizer has {num_tokens} tokens, the checkpoint's vocab_size is {stored.vocab_size}; "
-                "use the checkpoint's own tokenizer, or tokenizer.resize=true to grow embedding and head"
-            )
-        return ModelSource(stored, pretrained)
-    if "vocab_size" not in config.model.explicit:
-        fields["vocab_size"] = num_tokens
-    elif fields["vocab_size"] < num_tokens:
-        raise ConfigError(
-            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer, which has "
-            f"{num_tokens} tokens; leave it out to follow the tokenizer"
-        )
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name not in config.model.explicit:
-            fields[name] = getattr(tokenizer, name)
-    return ModelSource(AfmoeConfig(**fields), None)
+    """The model's config, see `model_shape`, and where its weights are."""
+    special_ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    stored = None if pretrained is None else read_config(pretrained)
+    return ModelSource(model_shape(config, len(tokenizer), special_ids, stored, pretrained), pretrained)
 
 
 def check_export(config: RunConfig, source: ModelSource) -> None:
@@ -165,7 +134,7 @@ def make_model(
         "hardware": hardware,
     }
     check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
-    _refuse_too_large(source.config, plugins, hardware)
+    _refuse_too_large(config, source, hardware)
     if source.directory is None or weights_follow:
         model = AfmoeForCausalLM(source.config, **plugins)
     else:
@@ -186,20 +155,24 @@ def meta_model(source: ModelSource, plugins: dict[str, Any]) -> AfmoeForCausalLM
         return AfmoeForCausalLM(source.config, **plugins)
 
 
-def training_memory_gib(model: AfmoeForCausalLM) -> float:
-    """The least that training takes on one device: weights, gradients and AdamW's averages in fp32."""
-    return model.num_parameters() * _BYTES_PER_TRAINED_PARAMETER / 2**30
+def training_memory_gib(config: RunConfig, model: AfmoeConfig, hardware: Hardware) -> float:
+    """The least that training takes of one GPU, or on CPUs of this machine: see `afmoe.planning`."""
+    setup = Setup.of(config, model, hardware=hardware)
+    # processes on CPUs share the machine's memory
+    ranks = 1 if hardware.is_cuda else setup.num_ranks // config.trainer.num_nodes
+    return ranks * least_bytes(setup) / 2**30
 
 
-def _refuse_too_large(config: AfmoeConfig, plugins: dict[str, Any], hardware: Hardware) -> None:
-    model = meta_model(ModelSource(config, None), plugins)
-    parameters, needed_gib = model.num_parameters(), training_memory_gib(model)
-    available_gib = hardware.memory_gib * hardware.num_devices
-    if needed_gib > available_gib:
+def _refuse_too_large(config: RunConfig, source: ModelSource, hardware: Hardware) -> None:
+    needed_gib = training_memory_gib(config, source.config, hardware)
+    if needed_gib > hardware.memory_gib:
+        parameters = meta_model(source, {"hardware": hardware}).num_parameters()
+        where = "each GPU" if hardware.is_cuda else "this machine"
         raise MachineError(
             f"training {parameters / 1e9:.2f} billion parameters needs at least {needed_gib:.0f} GiB "
-            f"(weights, gradients, optimizer states in fp32), this machine has {available_gib:.0f} GiB; "
-            "choose model=afmoe_mini, or shrink the model, e.g. model.num_hidden_layers=4"
+            f"(weights, gradients, optimizer states), {where} has {hardware.memory_gib:.0f} GiB; choose "
+            "model=afmoe_mini, or shrink the model, e.g. model.num_hidden_layers=4; scripts/plan.py with the "
+            "same overrides says what each setting would save"
         )
 
 

@@ -32,6 +32,11 @@ def resolve_pretrained(name_or_directory: str, revision: str | None = None) -> P
     return _resolve("model.pretrained", name_or_directory, revision, _PATTERNS)
 
 
+def resolve_config(name_or_directory: str, revision: str | None = None) -> Path:
+    """The directory of `model.pretrained` with its config and tokenizer; weights are not fetched."""
+    return _resolve("model.pretrained", name_or_directory, revision, _TOKENIZER_PATTERNS)
+
+
 def _resolve(key: str, name_or_directory: str, revision: str | None, patterns: list[str]) -> Path:
     directory = Path(name_or_directory).expanduser()
     if directory.is_dir():

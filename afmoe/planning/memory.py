@@ -1,0 +1,163 @@
+"""One rank's memory: states, copies of weights, activations, and what is held for a moment.
+
+Peak = what is always there + the larger of (activations, the last layer's backward or the loss, communication
+buffers) and (what the optimizer's step holds). Fragmentation of the allocator is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from afmoe.planning.kept import ends_bytes, layer_bytes
+from afmoe.planning.kept_experts import expert_casts, expert_weights, stored_copies
+from afmoe.planning.parameters import Parameter, parameters, shapes
+from afmoe.planning.parts import BACKWARD, START, Part
+from afmoe.planning.recomputed import kept_under_checkpointing
+from afmoe.planning.setup import BF16, FP32, Setup
+from afmoe.planning.states import state_parts
+
+CUDA_CONTEXT = 1 << 30
+"""Context, NCCL's channels, cuBLAS workspaces: taken before the first tensor."""
+LOSS_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
+"""Logits of a chunk of the loss (`afmoe.chunked_cross_entropy`), and of one block of its softmax."""
+LOSS_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+LIVE_NUMEL = 1_000_000_000
+"""Gathered weights that ZeRO 3 keeps at most (`stage3_max_live_parameters`)."""
+
+
+def memory_parts(setup: Setup) -> list[Part]:
+    """Every part of the plan, in the order of the tables."""
+    held = parameters(setup)
+    parts = [*state_parts(setup), *_copies(setup, held)]
+    parts += [Part("activations", name, size, BACKWARD) for name, size in activations(setup).items()]
+    parts += _moments(setup, held)
+    parts += _communication(setup, held)
+    if setup.device_type == "cuda":
+        parts.append(Part("reserved", "CUDA context", CUDA_CONTEXT))
+        # every process makes the model before its part of it goes to the device
+        whole = FP32 * sum(math.prod(shape) for _, shape in shapes(setup.model))
+        parts.append(Part("start", "whole model in fp32", whole, START, on_host=True))
+    return [part for part in parts if part.num_bytes]
+
+
+def activations(setup: Setup) -> Counter[str]:
+    """What a micro-batch keeps from forward to backward, copies of weights apart."""
+    layers = [layer_bytes(setup, index) for index in range(setup.model.num_hidden_layers)]
+    kept: Counter[str] = kept_under_checkpointing(setup, layers)
+    kept["embedding and head"] = ends_bytes(setup)
+    return kept
+
+
+def recomputed_layer(setup: Setup) -> int:
+    """What one layer adds while backward has computed it again; 0 where nothing is."""
+    layers = [layer_bytes(setup, index) for index in range(setup.model.num_hidden_layers)]
+    kept = kept_under_checkpointing(setup, layers)
+    dropped = sum(map(Counter.total, layers)) - kept.total()
+    return max(map(Counter.total, layers)) if dropped > 0 else 0
+
+
+def graph_casts(setup: Setup, held: list[Parameter]) -> int:
+    """bf16 copies of weights that the graph of a micro-batch holds."""
+    layers = 1 if setup.activation_checkpointing == "full" else setup.num_moe_layers
+    dense = 0
+    if setup.is_autocast:
+        # the router's product in fp32 needs none; norms are no products
+        uncast = ("embed_tokens.", "lm_head.", *(("router.",) if setup.fp32_router else ()))
+        dense = BF16 * sum(
+            one.numel for one in held if len(one.shape) == 2 and not any(part in one.name for part in uncast)
+        )
+    return dense + layers * expert_casts(setup)
+
+
+def _copies(setup: Setup, held: list[Parameter]) -> list[Part]:
+    return [
+        Part("weight copies", f"experts in {setup.compute}", setup.num_moe_layers * stored_copies(setup)),
+        Part("weight copies", "bf16 for products", graph_casts(setup, held), BACKWARD),
+    ]
+
+
+def _moments(setup: Setup, held: list[Parameter]) -> list[Part]:
+    """The loss and the backward of a layer do not meet: the larger of both counts."""
+    loss, layer = loss_bytes(setup), recomputed_layer(setup) + backward_bytes(setup)
+    head = [one for one in held if one.name == "lm_head.weight"]
+    # gradients exist when the forward ends, and wait for backward
+    waiting = setup.num_tokens * setup.model.hidden_size * setup.hidden_bytes
+    waiting += sum(one.num_bytes for one in head if one.is_trained)
+    name = "loss" if loss > layer else "backward of a layer"
+    return [
+        Part("working memory", name, max(loss, layer), BACKWARD),
+        Part("working memory", "gradients of the loss", waiting, BACKWARD),
+    ]
+
+
+def loss_bytes(setup: Setup) -> int:
+    """A chunk of logits, one block of its softmax, the sums of the gradients of hidden states and head."""
+    config, tokens, each = setup.model, setup.num_tokens, setup.product_bytes
+    elements = LOSS_ELEMENTS[setup.device_type]
+    rows = min(tokens, setup.loss_chunk_tokens or max(1, elements // config.vocab_size))
+    block_rows = min(rows, max(1, LOSS_BLOCK_ELEMENTS[setup.device_type] // config.vocab_size))
+    weight = config.vocab_size * config.hidden_size
+    # in fp32 the sum becomes the gradient itself
+    sums = weight * FP32 if setup.weight_bytes < FP32 else 0
+    cast = weight * BF16 + tokens * config.hidden_size * BF16 if setup.is_autocast else 0
+    return (
+        rows * config.vocab_size * each
+        + block_rows * config.vocab_size * FP32
+        + tokens * config.hidden_size * each
+        + sums
+        + cast
+    )
+
+
+def backward_bytes(setup: Setup) -> int:
+    """Gradients inside the backward of the layer that needs most."""
+    config, each, tokens = setup.model, setup.product_bytes, setup.num_tokens
+    rows, width, size = setup.num_rows, config.moe_intermediate_size, config.hidden_size
+    experts = attention = dense = 0
+    if setup.num_moe_layers:
+        # of the answers and the rows, the rows again; of hidden, gate and up, hidden again
+        experts = rows * (4 * size + 4 * width) * each
+        numel = expert_weights(setup)
+        experts += numel * BF16 if expert_casts(setup) else 0
+        # until they are added to those of earlier micro-batches
+        experts += numel * setup.weight_bytes if setup.accumulate > 1 else 0
+    if config.num_dense_layers:
+        dense = tokens * (2 * size + 3 * config.intermediate_size) * each
+    attention = tokens * (2 * size + 4 * config.num_attention_heads * config.head_dim) * each
+    return max(experts, dense, attention)
+
+
+def _communication(setup: Setup, held: list[Parameter]) -> list[Part]:
+    trained = [one for one in held if one.is_trained]
+    parts = []
+    if setup.strategy == "ddp" and setup.num_ranks > 1:
+        parts.append(Part("communication", "DDP buckets", sum(one.num_bytes for one in trained)))
+    elif setup.zero_stage:
+        largest = max((one.numel for one in trained), default=0)
+        # what is reduced is copied once more; a tensor beyond the bucket goes alone
+        buckets = setup.bucket_size * (2 if setup.overlap_comm else 1) + max(
+            min(setup.bucket_size, sum(one.numel for one in trained)), largest
+        )
+        parts.append(Part("communication", "ZeRO buckets", FP32 * buckets, BACKWARD))
+    if setup.zero_stage == 3:
+        live = min(LIVE_NUMEL, sum(one.numel for one in held))
+        parts.append(Part("communication", "gathered weights", live * setup.weight_bytes, BACKWARD))
+    if setup.dispatch != "local":
+        parts.append(Part("communication", "rows on their way", _rows_on_their_way(setup), BACKWARD))
+    return parts
+
+
+def _rows_on_their_way(setup: Setup) -> int:
+    """The rows as gathered, packed and received, of the exchange that needs most."""
+    row = setup.model.hidden_size * setup.hidden_bytes
+    packed = setup.num_copies + setup.num_rows if setup.transport != "native" else 0
+    return (setup.num_copies + setup.num_rows) * row + packed * wire_row_bytes(setup, setup.hidden_bytes)
+
+
+def wire_row_bytes(setup: Setup, num_bytes_each: int) -> int:
+    """One row on the wire (`afmoe.moe.dispatch.wire`), whose numbers have so many bytes here."""
+    size = setup.model.hidden_size
+    if setup.transport == "mxfp8":
+        return size + -(-size // 32)
+    return size * (BF16 if setup.transport == "bf16" else num_bytes_each)

@@ -1,0 +1,47 @@
+"""The least costly way in which a model fits: for a number of devices and their memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from afmoe.planning import Plan, make_plan
+from afmoe.planning.memory import memory_parts
+from afmoe.planning.parts import peak
+from afmoe.planning.setup import Setup
+
+GIB = 2**30
+NUM_DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
+_LEVELS = ("none", "selective", "full")
+_NODE = 8
+
+
+def smallest(base: Setup, num_devices: int, memory_gib: float) -> Plan | None:
+    """The first setup that fits; None: none does.
+
+    In the order of what it costs: states on the host last, before that experts beyond a node of 8, before
+    that recomputation, before that a larger `ep_size`, before that ZeRO 2 (a reduction each micro-batch).
+    """
+    for setup in sorted(_setups(base, num_devices), key=_cost):
+        if peak(memory_parts(setup)) <= memory_gib * GIB:
+            return make_plan(setup)
+    return None
+
+
+def _setups(base: Setup, num_devices: int) -> Iterator[Setup]:
+    sizes = [size for size in NUM_DEVICES if num_devices % size == 0 and base.model.num_experts % size == 0]
+    for ep_size, stage, level, offload in itertools.product(sizes, (1, 2), _LEVELS, (False, True)):
+        yield base.but(
+            num_ranks=num_devices,
+            strategy="deepspeed",
+            stage=stage,
+            ep_size=ep_size,
+            offload_optimizer=offload,
+            activation_checkpointing=level,
+            dispatch="all_to_all" if ep_size > 1 else "local",
+        )
+
+
+def _cost(setup: Setup) -> tuple[int, ...]:
+    level = _LEVELS.index(setup.activation_checkpointing)
+    return setup.offload_optimizer, setup.ep_size > _NODE, level, setup.ep_size, setup.stage
