@@ -1,0 +1,218 @@
+"""When a run ends, what it keeps, and that it goes on when a limit is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from afmoe.checkpoint.directory import whole_checkpoints
+from tests.recipe.conftest import TINY, Result
+from tests.recipe.test_runs import assert_same_weights, metrics, weights
+
+Run = Callable[..., Result]
+
+NO_STEPS = [*TINY, "trainer.max_steps=-1"]
+
+
+def steps_of(run: Path) -> list[int]:
+    return [step for step, _ in whole_checkpoints(run)]
+
+
+def test_a_run_of_so_many_tokens_is_bitwise_the_run_of_its_steps(sft: Run, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    # an epoch has 2,148 tokens: the end lies in the second one
+    assert sft(*NO_STEPS, "run_name=tokens", "trainer.max_tokens=2500").code == 0
+    tokens = metrics(outputs / "tokens")
+    assert tokens["stopped_by"] == "max_tokens"
+    assert tokens["train/tokens"] >= 2500
+    steps = int(tokens["train/steps"])
+    # the schedule ends with the run as it would by steps
+    assert sft(*TINY, "run_name=steps", f"trainer.max_steps={steps}").code == 0
+    assert_same_weights(weights(outputs / "tokens"), weights(outputs / "steps"))
+    # a step less had not been enough
+    assert sft(*TINY, "run_name=less", f"trainer.max_steps={steps - 1}", "export.enabled=false").code == 0
+    assert metrics(outputs / "less")["train/tokens"] < 2500
+
+    again = sft(*NO_STEPS, "run_name=tokens", "trainer.max_tokens=2500")
+    assert "is finished" in again.out + again.err
+    assert sft(*NO_STEPS, "run_name=tokens", "trainer.max_tokens=2900", "data.batch_size=1",
+               "trainer.accumulate_grad_batches=2").code == 0  # fmt: skip
+    more = metrics(outputs / "tokens")
+    # at most a step of 2 packs of 64 tokens too many
+    assert 2900 <= more["train/tokens"] < 2900 + 128
+
+
+def test_tokens_and_steps_end_a_run_at_what_comes_first(sft: Run, tmp_path: Path) -> None:
+    assert sft(*TINY, "run_name=a", "trainer.max_tokens=100000").code == 0
+    assert metrics(tmp_path / "outputs" / "a")["stopped_by"] == "max_steps"
+    refused = sft(*TINY, "trainer.max_tokens=5", "trainer.limit_train_batches=2")
+    assert refused.code == 1
+    assert "trainer.max_tokens=5 counts the tokens of whole epochs" in refused.err
+
+
+def test_epochs_end_a_run_and_more_of_them_continue_it(sft: Run, tmp_path: Path) -> None:
+    short = [*NO_STEPS, "run_name=a", "data.num_train_rows=16", "scheduler=constant"]
+    assert sft(*short, "trainer.max_epochs=1").code == 0
+    first = metrics(tmp_path / "outputs" / "a")
+    assert first["stopped_by"] == "max_epochs"
+    again = sft(*short, "trainer.max_epochs=1")
+    assert "is finished" in again.out + again.err
+    assert sft(*short, "trainer.max_epochs=2").code == 0
+    second = metrics(tmp_path / "outputs" / "a")
+    assert second["train/tokens"] == 2 * first["train/tokens"]
+
+
+def test_time_ends_a_run_between_steps_with_a_checkpoint_and_more_time_continues_it(
+    sft: Run, tmp_path: Path
+) -> None:
+    timed = [
+        *NO_STEPS,
+        "run_name=a",
+        "scheduler=constant",
+        "trainer.accumulate_grad_batches=2",
+        "checkpoint.every_n_steps=1000",
+        "trainer.log_every_n_steps=10",
+    ]
+    run = tmp_path / "outputs" / "a"
+    assert sft(*timed, "trainer.max_time=00:00:00:01").code == 0
+    first = metrics(run)
+    assert (first["status"], first["stopped_by"]) == ("finished", "max_time")
+    assert steps_of(run) == [first["train/steps"]]
+    again = sft(*timed, "trainer.max_time=00:00:00:01")
+    assert "is finished" in again.out + again.err
+    result = sft(*timed, "trainer.max_time=00:00:00:02")
+    assert f"from step {first['train/steps']}" in result.out + result.err
+    assert metrics(run)["train/steps"] > first["train/steps"]
+
+
+def test_early_stopping_ends_a_run_with_a_checkpoint_and_more_patience_continues_it(
+    sft: Run, tmp_path: Path
+) -> None:
+    outputs = tmp_path / "outputs"
+    stopping = [
+        *TINY,
+        "callbacks=[load_balance,early_stopping]",
+        "callbacks.early_stopping.min_delta=100",
+        "trainer.max_steps=40",
+        "scheduler=constant",
+        "trainer.accumulate_grad_batches=2",
+        "trainer.val_check_interval=4",
+        "checkpoint.every_n_steps=100",
+    ]
+    # the first validation, at step 0, is the best
+    assert sft(*stopping, "run_name=a", "callbacks.early_stopping.patience=2").code == 0
+    first = metrics(outputs / "a")
+    assert (first["status"], first["stopped_by"]) == ("finished", "early_stopping")
+    assert steps_of(outputs / "a") == [first["train/steps"]] == [4]
+    again = sft(*stopping, "run_name=a", "callbacks.early_stopping.patience=2")
+    assert "is finished" in again.out + again.err
+    # what it has seen is in the checkpoint: two validations more, not four
+    assert sft(*stopping, "run_name=a", "callbacks.early_stopping.patience=4").code == 0
+    assert metrics(outputs / "a")["train/steps"] == 8
+    assert sft(*stopping, "run_name=whole", "callbacks.early_stopping.patience=4").code == 0
+    assert_same_weights(weights(outputs / "whole"), weights(outputs / "a"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=val/los"], "val/loss"),
+        (["callbacks=[early_stopping]", "trainer.limit_val_batches=0"], "no row is held out"),
+        (["callbacks=[early_stopping]", "callbacks.early_stopping.mode=least"], "min, max"),
+        (["checkpoint.best_metric=val/los"], "val/token_accuracy"),
+        (["checkpoint.best_metric=val/loss", "checkpoint.every_n_steps=0"], "writes none"),
+        (
+            ["checkpoint.best_metric=val/loss", "trainer.val_check_interval=3", "trainer.accumulate_grad_batches=2"],
+            "multiple of trainer.accumulate_grad_batches=2",
+        ),
+        (["checkpoint.best_mode=least"], "min, max"),
+        (["faults.max_skipped_steps=0"], "at least 1"),
+        (["trainer.max_tokens=0"], "at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_one_line(sft: Run, overrides: list[str], message: str) -> None:
+    refused = sft(*TINY, "trainer.val_check_interval=2", *overrides)
+    assert refused.code == 1
+    assert message in refused.err.splitlines()[-1]
+
+
+def test_the_best_checkpoint_is_kept_and_continues_like_any_other(sft: Run, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    validated = [*TINY, "trainer.max_steps=9", "scheduler=constant", "trainer.val_check_interval=2"]
+    # the loss falls, so that the largest is the first
+    worst = [*validated, "checkpoint.best_metric=val/loss", "checkpoint.best_mode=max"]
+    assert sft(*worst, "run_name=a", "checkpoint.every_n_steps=3", "checkpoint.keep_last=1").code == 0
+    assert (outputs / "a" / "checkpoints" / "best").read_text() == "step-000002\n"
+    assert steps_of(outputs / "a") == [2, 9]
+    # it was written after the validation of its step
+    assert sft(*worst, "run_name=b", "resume=outputs/a/checkpoints/step-000002").code == 0
+    assert_same_weights(weights(outputs / "a"), weights(outputs / "b"))
+    for name in ("train/loss", "val/loss", "train/tokens"):
+        assert metrics(outputs / "a")[name] == metrics(outputs / "b")[name]
+    steps = [
+        [event.step for event in EventAccumulator(str(outputs / run / "tensorboard")).Reload().Scalars("val/loss")]
+        for run in "ab"
+    ]  # fmt: skip
+    assert steps[0] == [0, *steps[1]] or steps[0][2:] == steps[1]
+
+    best = [*validated, "checkpoint.best_metric=val/loss", "checkpoint.keep_last=1"]
+    assert sft(*best, "run_name=c", "checkpoint.every_n_steps=9").code == 0
+    assert (outputs / "c" / "checkpoints" / "best").read_text() == "step-000008\n"
+    assert steps_of(outputs / "c") == [8, 9]
+
+
+def test_a_moved_run_folder_continues_bitwise(sft: Run, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    constant = [*TINY, "scheduler=constant"]
+    assert sft(*constant, "run_name=whole", "trainer.max_steps=8").code == 0
+    assert sft(*constant, "run_name=a").code == 0
+    elsewhere = tmp_path / "elsewhere" / "moved"
+    elsewhere.parent.mkdir()
+    (outputs / "a").rename(elsewhere)
+    result = sft(*constant, f"hydra.run.dir={elsewhere}", "trainer.max_steps=8")
+    assert result.code == 0, result.err
+    assert "from step 4" in result.out + result.err
+    assert_same_weights(weights(outputs / "whole"), weights(elsewhere))
+    for name in ("train/loss", "train/tokens", "val/loss"):
+        assert metrics(outputs / "whole")[name] == metrics(elsewhere)[name]
+    assert not (outputs / "a").exists()
+    # and under another name, without telling where it was
+    elsewhere.rename(outputs / "renamed")
+    assert sft(*constant, "run_name=renamed", "trainer.max_steps=10").code == 0
+    assert metrics(outputs / "renamed")["train/steps"] == 10
+
+
+def test_a_debug_run_leaves_the_ordinary_run_alone(sft: Run, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    assert sft(*TINY, "run_name=a").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (outputs / "a").rglob("*")}
+    tiny = [one for one in TINY if not one.startswith(("trainer.max_steps", "checkpoint", "trainer.val"))]
+    for _ in range(2):
+        # not finished the second time: it starts anew
+        result = sft(*tiny, "run_name=a", "debug=fast_dev_run")
+        assert result.code == 0, result.err
+        assert "finished at step 2" in result.out
+    assert {path: path.stat().st_mtime_ns for path in (outputs / "a").rglob("*")} == before
+    names = {"a", "a-debug_fast_dev_run", "a-debug_fast_dev_run.1"}
+    assert {path.name for path in outputs.iterdir()} == names
+    left = {path.name for path in (outputs / "a-debug_fast_dev_run").iterdir()}
+    assert not left & {"checkpoints", "export", "tensorboard"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled.*:UserWarning")
+@pytest.mark.parametrize("preset", ["overfit", "profiler", "anomaly"])
+def test_every_debug_preset_runs(sft: Run, tmp_path: Path, preset: str) -> None:
+    tiny = [one for one in TINY if not one.startswith(("checkpoint", "trainer.max_steps"))]
+    length = ["trainer.max_steps=4"] if preset == "anomaly" else []
+    result = sft(*tiny, "run_name=a", f"debug={preset}", *length)
+    assert result.code == 0, result.err
+    values = metrics(tmp_path / "outputs" / f"a-debug_{preset}")
+    if preset == "overfit":
+        # from 5.6; measured 0.002
+        assert values["train/loss"] < 0.1
+    if preset == "profiler":
+        assert "run_training_batch" in result.out + result.err
