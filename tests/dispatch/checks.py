@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
+from afmoe.moe.dispatch import make_dispatcher
 from afmoe.moe.dispatch.wire import TRANSPORTS
 from tests.dispatch import deepep_stand_in
 from tests.dispatch.cases import (
@@ -22,6 +24,7 @@ from tests.dispatch.cases import (
     largest_deviations,
     my_rank,
     on_my_rank,
+    shard,
     shared_block,
     square_norms,
 )
@@ -41,6 +44,7 @@ def two_ranks() -> dict[str, Any]:
         "compiled": compiled(),
         "strict": strict_dtypes(),
         "control": control(),
+        "model": whole_model(),
         "pending_events": deepep_stand_in.EventOverlap.pending,
     }
 
@@ -67,29 +71,29 @@ def exact(cases: list[Case], dispatchers: tuple[str, ...]) -> dict[tuple[str, Ca
 
 
 @contextmanager
-def counted_bytes() -> Iterator[list[int]]:
-    """Bytes of every row that `all_to_all_single` is given to send, the rank's own among them."""
-    sent: list[int] = []
-    original = dist.all_to_all_single
+def watched(collective: str) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of every call of one of torch.distributed's functions."""
+    calls: list[tuple[Any, ...]] = []
+    original = getattr(dist, collective)
 
-    def counting(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
-        return original(output, tensor, *args, **kwargs)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
 
-    dist.all_to_all_single = counting
+    setattr(dist, collective, watching)
     try:
-        yield sent
+        yield calls
     finally:
-        dist.all_to_all_single = original
+        setattr(dist, collective, original)
 
 
 def bytes_sent() -> dict[str, int]:
-    """Of the rows, forward and backward, for each transport."""
+    """Of the rows, forward and backward, for each transport; the rank's own rows among them."""
     found = {}
     for name in ("native", "bf16", "mxfp8"):
-        with counted_bytes() as sent:
+        with watched("all_to_all_single") as calls:
             run(CASES[0], name)
-        found[name] = sum(sent)
+        found[name] = sum(sent.numel() * sent.element_size() for _, sent, *_ in calls)
     return found
 
 
@@ -164,6 +168,35 @@ def compiled() -> dict[str, bool]:
             is_equal &= all(torch.equal(actual[name], expected[name]) for name in expected)
         found[transport] = is_equal
     return found
+
+
+def whole_model() -> tuple[float, int]:
+    """Ranks with sequences of other lengths: how far the logits are from `local`, and how many times they
+    agreed on the chunks.
+    """
+    rank, _ = my_rank()
+    config = AfmoeConfig(
+        vocab_size=50,
+        hidden_size=D,
+        intermediate_size=D,
+        moe_intermediate_size=D,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+    )
+    torch.manual_seed(0)
+    model = AfmoeForCausalLM(config)
+    ids_BS = torch.randint(0, 50, (1, 40 - 23 * rank))
+    expected = model(ids_BS).logits
+    dispatcher = make_dispatcher(DISPATCHERS["deepep_chunked"], num_experts=8, process_group=dist.group.WORLD)
+    for block in iter_moe_blocks(model):
+        shard(block)
+        block.dispatcher = dispatcher
+    with watched("all_reduce") as calls:
+        actual = model(ids_BS).logits
+    return ((actual - expected).abs().max() / expected.abs().max()).item(), len(calls)
 
 
 def control() -> dict[str, dict[str, float]]:
