@@ -39,11 +39,11 @@ class Muon:
 
     @dataclass(kw_only=True)
     class Config(OptimOptions):
-        lr: float = 4e-3
+        lr: float = 1e-2
         """Peak learning rate of the hidden matrices."""
         weight_decay: float = 0.01
-        adamw_lr: float | None = None
-        """Peak learning rate of everything else; None: `lr`."""
+        adamw_lr: float = 4e-3
+        """Peak learning rate of everything else."""
         rate_rule: str = "match_rms_adamw"
         momentum: float = 0.95
         nesterov: bool = True
@@ -59,10 +59,8 @@ class Muon:
             super().__post_init__()
             check_betas(self.betas)
             check_eps(self.eps)
-            if self.adamw_lr is not None and not self.adamw_lr > 0:
-                raise ConfigError(
-                    f"optim.adamw_lr must be positive, or null for optim.lr, got {self.adamw_lr}"
-                )
+            if not self.adamw_lr > 0:
+                raise ConfigError(f"optim.adamw_lr must be positive, got {self.adamw_lr}")
             if not 0 <= self.momentum < 1:
                 raise ConfigError(f"optim.momentum must lie in [0, 1), got {self.momentum}")
             for name, value, valid in (
@@ -87,7 +85,7 @@ class Muon:
         }
         others = {
             "rule": "adamw",
-            "lr": config.lr if config.adamw_lr is None else config.adamw_lr,
+            "lr": config.adamw_lr,
             "betas": (config.betas[0], config.betas[1]),
             "eps": config.eps,
             # so that torch keeps the step counts on the device when a state is loaded
