@@ -21,8 +21,8 @@ from torchmetrics import SumMetric
 from afmoe.errors import ConfigError
 from afmoe.faults import non_finite
 from afmoe.losses import IGNORED
-from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
-from afmoe.moe.statistics import count_routing
+from afmoe.model import AfmoeForCausalLM
+from afmoe.moe.statistics import count_routing, reset_counts
 from afmoe.optim.clipping import clip_gradients
 from afmoe.optim.groups import freeze_parameters, refuse_other_groups
 from afmoe.optim.master_weights import MasterWeights
@@ -79,11 +79,13 @@ class AfmoeModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.step_loss = None
-            for block in iter_moe_blocks(self.model):
-                if block.statistics is not None:
-                    block.statistics.reset()
+            reset_counts(self.model)
         number = batch_idx % self.trainer.accumulate_grad_batches
-        torch.manual_seed(self.micro_batch_seed(self.global_step, number))
+        seed = self.micro_batch_seed(self.global_step, number)
+        # not torch.manual_seed: for each kind of device that is not there it notes a stack trace
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def micro_batch_seed(self, step: int, number: int) -> int:
         """Seed of a micro-batch of the optimizer step after `step`, on this rank.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afmoe.logger.figures import log_figures
 from afmoe.logger.tensorboard import experiment
 from afmoe.moe.statistics import dead_experts, load_entropy, max_violation
 from afmoe.registry import register
@@ -65,12 +66,16 @@ class LoadBalance(MoeCallback):
             "moe/dead_experts": dead_experts(window_LE).float(),
             "moe/router_confidence": sums_L2[:, 0] / sums_L2[:, 1].clamp(min=1),
         }
-        values = {name: values_L.mean() for name, values_L in per_layer.items()}
+        pl_module.log_dict({name: values_L.mean() for name, values_L in per_layer.items()})
         if self.config.per_layer:
-            for name, values_L in per_layer.items():
-                for block, value in zip(blocks, values_L, strict=True):
-                    values[f"{name}/layer_{block.layer_index:02d}"] = value
-        pl_module.log_dict(values)
+            layers = [f"layer_{block.layer_index:02d}" for block in blocks]
+            rows = torch.stack(list(per_layer.values())).tolist()
+            figures = {
+                f"{name}/{layer}": value
+                for name, row in zip(per_layer, rows, strict=True)
+                for layer, value in zip(layers, row, strict=True)
+            }
+            log_figures(trainer, figures)
         writer = experiment(trainer)
         if self.config.heat_map and writer is not None:
             writer.add_image(

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.utilities import rank_zero_info
 
 from afmoe.device_speed import peak_flops
+from afmoe.logger.figures import log_figures
 from callbacks.step_clock import PHASES, StepClock, step_clock
 
 # the first step also pays for memory, threads and kernels that later ones find ready
@@ -173,7 +174,7 @@ class Throughput(Callback):
         if self._steps_here == _ESTIMATE_AT_STEP:
             self._say_how_long(trainer)
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            self._log(trainer, pl_module)
+            self._log(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
@@ -183,7 +184,7 @@ class Throughput(Callback):
         self.clock.mark("other")
         self.clock.settle()
 
-    def _log(self, trainer: Any, pl_module: Any) -> None:
+    def _log(self, trainer: Any) -> None:
         self.clock.settle()
         totals = self.totals
         values = totals.since(self._logged).figures()
@@ -193,7 +194,7 @@ class Throughput(Callback):
         if left is not None:
             values["time/left_seconds"] = left
         self.latest = values
-        pl_module.log_dict(values)
+        log_figures(trainer, values)
 
     def _say_how_long(self, trainer: Any) -> None:
         self.clock.settle()

@@ -12,7 +12,7 @@ from afmoe.moe.compute import ExpertCompute
 from afmoe.moe.dispatch import Dispatcher
 from afmoe.moe.experts import Experts
 from afmoe.moe.router import Router
-from afmoe.moe.statistics import CountedModule
+from afmoe.moe.statistics import CountedModule, counted_modules
 from afmoe.recomputation import part
 
 
@@ -31,7 +31,7 @@ class MoeBlock(CountedModule):
         dispatcher: Dispatcher,
         shared_expert: nn.Module | None,
     ) -> None:
-        super().__init__()
+        super().__init__(config.num_experts)
         self.layer_index = layer_index
         self.score_before_experts = config.score_before_experts
         self.dispatcher = dispatcher
@@ -84,7 +84,7 @@ class MoeBlock(CountedModule):
 
 def moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
     """The MoE blocks of `model`, in the order of its layers, whatever it is wrapped in."""
-    yield from (module for module in model.modules() if isinstance(module, MoeBlock))
+    yield from (module for module in counted_modules(model) if isinstance(module, MoeBlock))
 
 
 def agree(model: nn.Module, hidden_BSD: Tensor) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RoutingStatistics:
-    """Sums over the real tokens that one MoE block has routed since `reset`, on the model's device."""
+    """Sums over the real tokens that one MoE block has routed since `reset_counts`, on the model's device."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.counts_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
@@ -42,10 +42,6 @@ class RoutingStatistics:
             self.confidence_sum += confidence_T.masked_fill(~token_mask_T, 0.0).sum()
             self.num_tokens += token_mask_T.sum()
 
-    def reset(self) -> None:
-        for total in (self.counts_E, self.confidence_sum, self.num_tokens):
-            total.zero_()
-
     @property
     def confidence(self) -> Tensor:
         """Mean over tokens, the metric `moe/router_confidence`; 0 where nothing was counted."""
@@ -55,8 +51,9 @@ class RoutingStatistics:
 class CountedModule(nn.Module):
     """A module that routes, and counts while `count_routing` asks for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int) -> None:
         super().__init__()
+        self.num_experts = num_experts
         self.is_counting = False
         self.statistics: RoutingStatistics | None = None
         """What was counted here; None before the first time."""
@@ -65,15 +62,33 @@ class CountedModule(nn.Module):
         """Add one routing to `statistics`, if it is asked for."""
         if not self.is_counting:
             return
-        if self.statistics is None or self.statistics.counts_E.device != counts_E.device:
-            self.statistics = RoutingStatistics(counts_E.shape[0], counts_E.device)
-        self.statistics.add(routing, counts_E, token_mask_T)
+        self.statistics_on(counts_E.device).add(routing, counts_E, token_mask_T)
+
+    def statistics_on(self, device: torch.device) -> RoutingStatistics:
+        """`statistics`, made anew where there are none on that device."""
+        if self.statistics is None or self.statistics.counts_E.device != device:
+            self.statistics = RoutingStatistics(self.num_experts, device)
+        return self.statistics
+
+
+def counted_modules(model: nn.Module) -> Iterator[CountedModule]:
+    """The modules of `model` that count, in the order of its layers, whatever it is wrapped in.
+
+    They are looked for in every step, and `model.modules()` would visit the parts of each as well.
+    """
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, CountedModule):
+            yield module
+        else:
+            waiting.extend(reversed(list(module.children())))
 
 
 @contextmanager
 def count_routing(model: nn.Module) -> Iterator[None]:
     """Count what the forward inside routes, on top of what `block.statistics` of each MoE block holds."""
-    counted = [module for module in model.modules() if isinstance(module, CountedModule)]
+    counted = list(counted_modules(model))
     for module in counted:
         module.is_counting = True
     try:
@@ -81,6 +96,18 @@ def count_routing(model: nn.Module) -> Iterator[None]:
     finally:
         for module in counted:
             module.is_counting = False
+
+
+def reset_counts(model: nn.Module) -> None:
+    """Start counting anew, in every block of `model`."""
+    totals = [
+        total
+        for module in counted_modules(model)
+        if (statistics := module.statistics) is not None
+        for total in (statistics.counts_E, statistics.confidence_sum, statistics.num_tokens)
+    ]
+    if totals:
+        torch._foreach_zero_(totals)
 
 
 def max_violation(counts_E: Tensor) -> Tensor:

@@ -10,7 +10,13 @@ from parity import SMALL, our_model, random_ids
 from torch.utils.checkpoint import checkpoint
 
 from afmoe import iter_moe_blocks
-from afmoe.moe.statistics import count_routing, dead_experts, load_entropy, max_violation
+from afmoe.moe.statistics import (
+    count_routing,
+    dead_experts,
+    load_entropy,
+    max_violation,
+    reset_counts,
+)
 
 
 def test_every_real_token_is_counted_once_per_chosen_expert():
@@ -89,7 +95,7 @@ def test_confidence_is_the_share_of_the_chosen_scores_before_the_bias():
     # the bias leaves no choice: always the last two experts
     expected = (scores[:, 6:].sum(-1) / scores.sum(-1))[mask].mean()
     assert torch.allclose(block.statistics.confidence, expected, rtol=1e-6)
-    block.statistics.reset()
+    reset_counts(model)
     assert block.statistics.confidence.item() == 0
     assert block.statistics.counts_E.sum().item() == 0
 
