@@ -23,7 +23,6 @@ from typing import Any, TextIO
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from afmoe.checkpoint.atomic import disk_errors, write_text
 from afmoe.checkpoint.directory import (
@@ -41,6 +40,7 @@ from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, MachineError
 from afmoe.finished import is_finished
 from afmoe.resume import refuse_changes
+from afmoe.run_log import log_name, log_to
 
 log = logging.getLogger(__name__)
 
@@ -84,50 +84,43 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     Raises `MachineError` when another process holds the folder and `ConfigError` when what it holds does not
     fit the configuration.
     """
-    settings = HydraConfig.get()
-    directory = Path(settings.runtime.output_dir).absolute()
-    if settings.mode == RunMode.MULTIRUN and _num_processes(config) > 1:
-        raise ConfigError(
-            "several devices under -m are not supported: further processes would run the whole sweep again; "
-            "use trainer.devices=1, or start one command for each job"
-        )
+    directory = Path(HydraConfig.get().runtime.output_dir).absolute()
     if global_rank() > 0:
-        yield _received_decision(directory)
+        run = _received_decision(directory)
+        with log_to(directory / _log_name()):
+            yield run
         return
     if config.dry_run:
         # what a start would decide, without a lock and with nothing written
         yield dataclasses.replace(_decide(config, directory), finished=False)
         return
     lock = _lock(directory)
-    handler: logging.Handler | None = None
     try:
         if config.resume == "never" and _holds_a_run(directory):
             lock = _move_aside(directory, lock, config.overwrite)
         remove_leftovers(directory)
         run = _decide(config, directory)
         _hand_on(run)
-        if not run.finished:
-            handler = _log_to(directory / "sft.log")
+        if run.finished:
+            yield run
+            return
+        with log_to(directory / _log_name()):
             _say_it_goes_on(directory)
             write_text(directory / "config.yaml", _as_yaml(config))
-        yield run
+            yield run
     finally:
-        if handler is not None:
-            logging.getLogger().removeHandler(handler)
-            handler.close()
         os.environ.pop(_DECISION, None)
         for decision in directory.glob(".decision-*"):
             decision.unlink()
         lock.close()
 
 
-def _num_processes(config: RunConfig) -> int:
-    devices = config.trainer.devices
-    if isinstance(devices, int):
-        return devices * config.trainer.num_nodes
-    if isinstance(devices, list):
-        return len(devices) * config.trainer.num_nodes
-    return config.trainer.num_nodes
+def _log_name() -> str:
+    """Where Lightning starts the processes of several nodes, a process knows its number on its node."""
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        return log_name(global_rank())
+    node = int(os.environ.get("NODE_RANK", "0"))
+    return log_name(int(os.environ.get("LOCAL_RANK", "0")), node or None)
 
 
 def _lock(directory: Path) -> TextIO:
@@ -326,11 +319,9 @@ def _as_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def _log_to(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    return handler
+class _RunLog(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: a full disk is told by what the run has to write, once and in one line."""
 
 
 def _hand_on(run: Run) -> None:

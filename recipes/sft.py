@@ -12,12 +12,15 @@ from afmoe.explain import explained_faults
 from afmoe.registry import configure
 from afmoe.run import Run, open_run
 from afmoe.signals import StopSignals, stop_signals
+from afmoe.sweep_job import needs_own_command, run_own_command
 
 
 @recipe(config_name="sft")
 def main(config: RunConfig) -> float | None:
     """One run, from the config to `export/`. Returns the held-out loss, for sweeps."""
     configure("data", config.data).check_files()
+    if needs_own_command(config):
+        return run_own_command()
     with open_run(config) as run, stop_signals(run.rank) as signals, explained_faults(config, run.directory):
         return None if run.finished else train(config, run, signals)
 

@@ -124,12 +124,6 @@ def test_a_second_process_on_a_run_folder_is_refused(sft: Callable[..., Result],
     assert sft(*TINY, "run_name=a", "dry_run=true").code == 0
 
 
-def test_several_devices_under_a_sweep_are_refused(sft: Callable[..., Result]) -> None:
-    result = sft("-m", *TINY, "trainer.devices=2", "seed=1,2")
-    assert result.code == 1
-    assert "several devices under -m" in result.err
-
-
 def test_values_that_torch_has_to_judge_are_one_line_too(sft: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\nnot json\n')
     (tmp_path / "empty").mkdir()
