@@ -24,7 +24,13 @@ def test_two_processes_equal_one(sft_process: Callable[..., Result], tmp_path: P
         "trainer.devices=2",
         "trainer/strategy=ddp",
     ]
-    constant = [*TINY, "scheduler.decay_fraction=0.0", "trainer.accelerator=cpu"]
+    constant = [
+        *TINY,
+        "scheduler.decay_fraction=0.0",
+        "trainer.accelerator=cpu",
+        "callbacks=[load_balance,selection_bias]",
+        "optim.freeze=['*.k_norm.*']",
+    ]
     assert sft_process(*constant, *one).code == 0
     first = sft_process(*constant, *two, timeout=180)
     assert first.code == 0, first.err
@@ -44,4 +50,8 @@ def test_two_processes_equal_one(sft_process: Callable[..., Result], tmp_path: P
         difference = torch.linalg.vector_norm(tensor - theirs[name])
         # measured 3e-6 after 6 steps of AdamW, which divides by small gradients
         assert difference <= 1e-4 * torch.linalg.vector_norm(tensor).clamp(min=1e-3), name
+        if name.endswith("selection_bias"):
+            # decided by whole numbers, the counts of all ranks
+            assert tensor.any()
+            assert torch.equal(tensor, theirs[name]), name
     assert sorted(path.name for path in outputs.iterdir()) == ["one", "two"], "further ranks make no folder"
