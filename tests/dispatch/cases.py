@@ -81,7 +81,7 @@ class Case:
         for parameter in block.parameters():
             nn.init.normal_(parameter, std=0.2)
         if self.tokens == "zero_receive":
-            # every token stays with the first rank's experts, of which there are enough for two ranks
+            # every token goes to the first half of the experts
             block.router.selection_bias[4:] = -1e4
         return block
 

@@ -15,7 +15,7 @@ from tests.dispatch.cases import CASES, TOKENS, Case
 from tests.dispatch.checks import four_ranks, quantized_cases, two_ranks
 from tests.dispatch.ranks import run_ranks
 
-# sums over a rank's own tokens first, then over the ranks: measured 2.8e-7 (two ranks), 3.5e-7 (four)
+# sums over a rank's own tokens first, then over the ranks: measured 2.8e-7, at two ranks and at four
 TOLERANCE = 1e-6
 
 
@@ -131,7 +131,7 @@ def test_a_block_is_one_graph_whatever_the_counts(two: list[dict[str, Any]], tra
 def test_ranks_agree_on_the_chunks_once_a_forward_of_a_model(two: list[dict[str, Any]]) -> None:
     for report in two:
         deviation, num_agreements = report["model"]
-        assert deviation <= TOLERANCE  # measured 3.3e-7
+        assert deviation <= TOLERANCE  # measured 3.3e-7, sums in another order through four layers
         assert num_agreements == 1
 
 
