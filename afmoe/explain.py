@@ -10,6 +10,7 @@ import errno
 import re
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _GIB = 2**30
 @contextlib.contextmanager
 def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
     """Turn memory or disk that ran out in the `with` block into a `MachineError`; `directory` is the run's."""
+    before = threading.excepthook
+    threading.excepthook = _quiet_about_disks
     try:
         yield
     except OSError as error:
@@ -39,6 +42,15 @@ def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise MachineError(out_of_memory(error, config)) from error
+    finally:
+        threading.excepthook = before
+
+
+def _quiet_about_disks(arguments: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises what it met for the screen, and hands it to the next who logs."""
+    error = arguments.exc_value
+    if not (isinstance(error, OSError) and error.errno in _DISK_IS_FULL):
+        threading.__excepthook__(arguments)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from afmoe.checkpoint.directory import newest_checkpoint
 from afmoe.checkpoint.export import export_run
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
+from afmoe.errors import MachineError
 from afmoe.module import AfmoeModule
 from afmoe.parallel.deepspeed import gathered_tensors
 from afmoe.run import Run, command_line, started_from
@@ -87,7 +88,11 @@ def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterato
                     "the start: no checkpoint was written yet" if newest is None else newest.name,
                 )
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-            write_metrics(run.directory / "metrics.json", trainer, metrics, status)
+            try:
+                write_metrics(run.directory / "metrics.json", trainer, metrics, status)
+            except MachineError as second:
+                # what ended the run is the news, a full disk has more than one victim
+                log.warning("%s", second)
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -28,7 +28,9 @@ def log_to(path: Path) -> Iterator[None]:
         raise
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        # what could not be written is still in its buffer
+        with suppress(OSError):
+            handler.close()
 
 
 class _RunLog(logging.FileHandler):
