@@ -31,13 +31,14 @@ from afmoe.data.tokenizer import has_tokenizer, load_tokenizer
 from afmoe.errors import ConfigError, MachineError, closest
 from afmoe.fault_record import save_fault
 from afmoe.hardware import Hardware
+from afmoe.memory import check_memory_settings, use_memory_settings
 from afmoe.model import AfmoeForCausalLM
 from afmoe.model_plugins import check_plugins
 from afmoe.model_shape import model_shape
 from afmoe.module import AfmoeModule
 from afmoe.optim.groups import check_patterns
 from afmoe.optim.loss_scaling import LossScaling
-from afmoe.parallel.deepspeed import check_strategy
+from afmoe.parallel.deepspeed import check_strategy, choose_accelerator
 from afmoe.planning import Setup, least_bytes
 from afmoe.registry import build, configure
 from afmoe.run import Run
@@ -55,8 +56,9 @@ class ModelSource:
     directory: Path | None
 
 
-def check_choices(config: RunConfig) -> None:
-    """Let each chosen plugin's `Config` judge its options. Raises `ConfigError`."""
+def check_choices(config: RunConfig, hardware: Hardware) -> None:
+    """Let each chosen plugin's `Config` judge its options. Raises `ConfigError`, `MachineError`."""
+    check_memory_settings(config.memory, hardware)
     for group, section in (
         ("optim", config.optim),
         ("scheduler", config.scheduler),
@@ -135,10 +137,13 @@ def make_model(
     }
     check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
     _refuse_too_large(config, source, hardware)
-    if source.directory is None or weights_follow:
-        model = AfmoeForCausalLM(source.config, **plugins)
-    else:
+    if source.directory is not None and not weights_follow:
         model = load_pretrained(source.directory, **plugins)
+    else:
+        # without memory first: torch's own layers would draw weights that are drawn anew
+        model = meta_model(source, plugins).to_empty(device="cpu")
+        if not weights_follow:
+            model.init_weights()
     sequence_length, longest = config.data["sequence_length"], model.config.max_position_embeddings
     if sequence_length > longest:
         log.warning(
@@ -146,6 +151,7 @@ def make_model(
         )
     if len(tokenizer) > model.config.vocab_size:
         log.info(resize_vocabulary(model, len(tokenizer)))
+    use_memory_settings(model, config.memory)
     return model
 
 
@@ -240,6 +246,7 @@ def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback], hardwar
     if isinstance(settings["val_check_interval"], float):
         # a share is one of an epoch
         settings["check_val_every_n_epoch"] = settings["check_val_every_n_epoch"] or 1
+    choose_accelerator(hardware)
     strategy = build(configure("trainer/strategy", settings.pop("strategy"))).strategy
     logger = build(
         configure("logger", config.logger), directory=run.directory, first_step=run.resume_step

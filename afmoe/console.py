@@ -24,6 +24,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`")
     # the interval counts optimizer steps, which go on over the end of a short epoch
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than")
+    # DeepSpeed 0.19.8 against torch 2.13
+    warnings.filterwarnings("ignore", message=r"`torch.distributed.all_gather_into_tensor` is deprecated")
     # training without held-out rows is legal, and the first screen says how many there are
     warnings.filterwarnings("ignore", message=r"You defined a `validation_step` but have no `val_dataloader`")
 

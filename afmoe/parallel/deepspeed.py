@@ -5,6 +5,7 @@ DeepSpeed itself is imported when the strategy is made. docs/expert_parallel.md 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,13 @@ class DeepSpeedPlugin:
         from afmoe.parallel.deepspeed_strategy import AfmoeDeepSpeedStrategy
 
         self.strategy = AfmoeDeepSpeedStrategy(config)
+
+
+def choose_accelerator(hardware: Hardware) -> None:
+    """Tell DeepSpeed what the run is on, before it is imported and looks for itself: a machine with GPUs may
+    have to train on its CPU.
+    """
+    os.environ["DS_ACCELERATOR"] = "cuda" if hardware.is_cuda else "cpu"
 
 
 def check_strategy(run: RunConfig, model: AfmoeConfig, *, world_size: int, hardware: Hardware) -> None:

@@ -21,6 +21,7 @@ from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.moe.dispatch import make_dispatcher
 
 _MARKER = "expert_parallel_marker"
+_TABLE = "__compatible_ops__"
 
 
 class ExpertParallelMarker(MoE):
@@ -103,13 +104,17 @@ def is_shared(parameter: nn.Parameter) -> bool:
 def without_shm_comm() -> Iterator[None]:
     """Keep DeepSpeed from compiling an operation that training never calls (110 s and a C++ compiler).
 
-    On a CPU it builds `shm_comm`, which serves `inference_all_reduce` only, when its communication starts.
-    This is an edit of its table of operations, undone at the end of the block.
+    On a CPU its communication builds `shm_comm` when it starts, which serves `inference_all_reduce` only,
+    unless its table of operations says that this cannot be done. The table is made by trying every compiler
+    when it is first asked for. Here it is empty for the block, and as before after it.
     """
-    table = deepspeed.ops.__compatible_ops__
-    before = table["deepspeed_shm_comm"]
-    table["deepspeed_shm_comm"] = False
+    module = vars(deepspeed.ops)  # pyright: ignore[reportAttributeAccessIssue]
+    before = module.get(_TABLE)
+    module[_TABLE] = {}
     try:
         yield
     finally:
-        table["deepspeed_shm_comm"] = before
+        if before is None:
+            del module[_TABLE]
+        else:
+            module[_TABLE] = before
