@@ -84,7 +84,7 @@ class Progress(ProgressBar):
             return
         text = rich.progress.TextColumn
         # on a narrow terminal the figures are cut, not the step
-        done = Column(no_wrap=True, min_width=len(_done(step, total)) + 4)
+        done = Column(no_wrap=True, min_width=len("1234/9999"))
         self._bar = rich.progress.Progress(
             text("{task.fields[done]}", markup=False, table_column=done),
             rich.progress.BarColumn(bar_width=5, table_column=Column(min_width=5)),
