@@ -227,7 +227,7 @@ def table(overrides: Sequence[str], imbalance: float) -> list[str]:
         base = Setup.of(run, planned_shape(run), imbalance=imbalance)
         name = run.run_name.split("-")[1]
         for number in NUM_DEVICES:
-            cells = [cell(smallest(base, number, memory)) for memory in MEMORY_GIB]
+            cells = map(cell, smallest(base, number, MEMORY_GIB))
             lines.append(f"| {name} | {number} | {' | '.join(cells)} |")
 
     for model in MODELS:

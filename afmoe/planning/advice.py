@@ -83,8 +83,12 @@ def _of_states(setup: Setup) -> Iterator[Candidate]:
         stages = (1, 2) if setup.ep_size > 1 else (1, 2, 3)
         for stage in stages:
             if stage > setup.zero_stage:
-                chosen = f"trainer/strategy=deepspeed trainer.strategy.stage={stage}"
-                yield chosen, {"strategy": "deepspeed", "stage": stage}, "what ZeRO shares, over all ranks"
+                chosen = "" if setup.strategy == "deepspeed" else "trainer/strategy=deepspeed "
+                yield (
+                    f"{chosen}trainer.strategy.stage={stage}",
+                    {"strategy": "deepspeed", "stage": stage},
+                    "what ZeRO shares, over all ranks",
+                )
     if setup.zero_stage in (1, 2) and not setup.offload_optimizer:
         yield (
             "trainer.strategy.offload_optimizer=true",

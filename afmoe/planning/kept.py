@@ -30,22 +30,26 @@ def layer_bytes(setup: Setup, index: int) -> Counter[str]:
         kept["dense"] = input_bytes_of(setup, num_products=2) + _feed_forward(setup, config.intermediate_size)
         return kept
     num_shared = config.num_shared_experts
-    kept["router"] = _router_input(setup)
+    kept["router"] = router_input(setup)
     if num_shared:
         kept["shared expert"] = _feed_forward(setup, config.moe_intermediate_size * num_shared)
     return kept + routed_bytes(setup)
 
 
 def ends_bytes(setup: Setup) -> int:
-    """Token ids, rotary angles, last norm, and the head's input and targets."""
+    """Token ids, last norm, and the head's input and targets."""
     config, tokens = setup.model, setup.num_tokens
-    has_rotary = SLIDING_ATTENTION in (config.layer_types or [])
     return (
         INDEX * tokens
-        + (tokens * config.head_dim * setup.hidden_bytes if has_rotary else 0)
         + norm_bytes(setup, tokens, config.hidden_size, setup.hidden_bytes)
         + tokens * (config.hidden_size * setup.hidden_bytes + INDEX)
     )
+
+
+def rotary_bytes(setup: Setup) -> int:
+    """Cosines and sines, which the sliding layers share."""
+    has_rotary = SLIDING_ATTENTION in (setup.model.layer_types or [])
+    return setup.num_tokens * setup.model.head_dim * setup.hidden_bytes if has_rotary else 0
 
 
 def norm_bytes(setup: Setup, num_rows: int, size: int, input_bytes: int) -> int:
@@ -60,15 +64,21 @@ def input_bytes_of(setup: Setup, num_products: int) -> int:
     return setup.num_tokens * setup.model.hidden_size * each
 
 
-def _router_input(setup: Setup) -> int:
-    """The tokens for router and shared expert; and as they are, where something keeps them so."""
+def router_input(setup: Setup, *, keeps_parts: bool = True) -> int:
+    """The tokens for router and shared expert; and as they are, where something keeps them so.
+
+    `keeps_parts` False: the shared expert is computed again, from the tokens as they are.
+    """
     config = setup.model
     size = setup.num_tokens * config.hidden_size
     if not setup.is_autocast:
         is_cast = setup.fp32_router and setup.hidden_bytes < FP32
         return size * (setup.hidden_bytes + (FP32 if is_cast else 0))
-    num_products = (0 if setup.fp32_router else 1) + (2 if config.num_shared_experts else 0)
+    num_products = 0 if setup.fp32_router else 1
     keeps_own = setup.fp32_router or keeps_tokens(setup)
+    if config.num_shared_experts:
+        num_products += 2 if keeps_parts else 0
+        keeps_own |= not keeps_parts
     return size * (BF16 * num_products + (setup.hidden_bytes if keeps_own else 0))
 
 
@@ -94,28 +104,39 @@ def attention_bytes(setup: Setup, *, is_sliding: bool) -> int:
 
 def _mixing_bytes(setup: Setup, *, is_sliding: bool) -> int:
     """Queries, keys, values, output, and what the softmax is computed again from."""
-    config, length = setup.model, setup.sequence_length
+    config, length, each = setup.model, setup.sequence_length, setup.product_bytes
     heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-    queries = keys = length
-    row = 1
-    if setup.attention == "sdpa" and is_sliding:
-        block = max(config.sliding_window, _MIN_BLOCK)
-        if length > 2 * block:
-            # a block of queries sees its own keys and those of the block before
-            row, queries, keys = -(-length // block), block, 2 * block
-    each = setup.product_bytes
-    channels = 2 * row * (queries * heads + keys * groups) * config.head_dim
-    scores = row * queries * keys
+    num_blocks, queries, keys = _blocks(setup, is_sliding=is_sliding)
+    rows = setup.batch_size * num_blocks
+    scores = attention_scores(setup, is_sliding=is_sliding)
     if materialises_scores(setup):
         # keys and values repeated for every head, softmax in fp32, the mask
-        channels = 2 * row * (queries + keys) * heads * config.head_dim
+        channels = 2 * rows * (queries + keys) * heads * config.head_dim
         cast = each if each < FP32 else 0
-        return setup.batch_size * (channels * each + scores * (heads * (FP32 + cast) + 1))
-    statistics = row * queries * heads * FP32
+        return channels * each + scores * (heads * (FP32 + cast) + 1)
+    channels = 2 * rows * (queries * heads + keys * groups) * config.head_dim
+    statistics = rows * queries * heads * FP32
     mask = scores * each if setup.attention == "sdpa" else 0
     # flash works on the real tokens only and puts its output back among all
-    extra = length * heads * config.head_dim * each if setup.attention == "flash" else 0
-    return setup.batch_size * (channels * each + statistics + mask + extra)
+    extra = setup.batch_size * length * heads * config.head_dim if setup.attention == "flash" else 0
+    return (channels + extra) * each + statistics + mask
+
+
+def attention_scores(setup: Setup, *, is_sliding: bool) -> int:
+    """Pairs of a query and a key in one head, masked ones too."""
+    num_blocks, queries, keys = _blocks(setup, is_sliding=is_sliding)
+    return setup.batch_size * num_blocks * queries * keys
+
+
+def _blocks(setup: Setup, *, is_sliding: bool) -> tuple[int, int, int]:
+    """Blocks of a row, and the queries and keys of each."""
+    length = setup.sequence_length
+    if setup.attention == "sdpa" and is_sliding:
+        block = max(setup.model.sliding_window, _MIN_BLOCK)
+        if length > 2 * block:
+            # a block of queries sees its own keys and those of the block before
+            return -(-length // block), block, 2 * block
+    return 1, length, length
 
 
 def materialises_scores(setup: Setup) -> bool:

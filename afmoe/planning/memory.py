@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from afmoe.planning.kept import ends_bytes, layer_bytes
+from afmoe.planning.kept import ends_bytes, layer_bytes, rotary_bytes
 from afmoe.planning.kept_experts import expert_casts, expert_weights, stored_copies
 from afmoe.planning.parameters import Parameter, parameters, shapes
 from afmoe.planning.parts import BACKWARD, START, Part
-from afmoe.planning.recomputed import kept_under_checkpointing
+from afmoe.planning.recomputed import kept_under_checkpointing, recomputed_at_once
 from afmoe.planning.setup import BF16, FP32, Setup
 from afmoe.planning.states import state_parts
 
@@ -29,7 +29,7 @@ LIVE_NUMEL = 1_000_000_000
 def memory_parts(setup: Setup) -> list[Part]:
     """Every part of the plan, in the order of the tables."""
     held = parameters(setup)
-    parts = [*state_parts(setup), *_copies(setup, held)]
+    parts = [*state_parts(setup, held), *_copies(setup, held)]
     parts += [Part("activations", name, size, BACKWARD) for name, size in activations(setup).items()]
     parts += _moments(setup, held)
     parts += _communication(setup, held)
@@ -43,43 +43,48 @@ def memory_parts(setup: Setup) -> list[Part]:
 
 def activations(setup: Setup) -> Counter[str]:
     """What a micro-batch keeps from forward to backward, copies of weights apart."""
-    layers = [layer_bytes(setup, index) for index in range(setup.model.num_hidden_layers)]
-    kept: Counter[str] = kept_under_checkpointing(setup, layers)
+    kept = kept_under_checkpointing(setup, _layers(setup))
+    kept["masks and angles"] += rotary_bytes(setup)
     kept["embedding and head"] = ends_bytes(setup)
     return kept
 
 
-def recomputed_layer(setup: Setup) -> int:
-    """What one layer adds while backward has computed it again; 0 where nothing is."""
-    layers = [layer_bytes(setup, index) for index in range(setup.model.num_hidden_layers)]
-    kept = kept_under_checkpointing(setup, layers)
-    dropped = sum(map(Counter.total, layers)) - kept.total()
-    return max(map(Counter.total, layers)) if dropped > 0 else 0
+def _layers(setup: Setup) -> list[Counter[str]]:
+    """Layers of one kind keep the same."""
+    kinds: dict[tuple[bool, str], Counter[str]] = {}
+    layers = []
+    for index, attention in enumerate(setup.model.layer_types or []):
+        kind = (index < setup.model.num_dense_layers, attention)
+        if kind not in kinds:
+            kinds[kind] = layer_bytes(setup, index)
+        layers.append(kinds[kind])
+    return layers
 
 
-def graph_casts(setup: Setup, held: list[Parameter]) -> int:
-    """bf16 copies of weights that the graph of a micro-batch holds."""
-    layers = 1 if setup.activation_checkpointing == "full" else setup.num_moe_layers
-    dense = 0
-    if setup.is_autocast:
-        # the router's product in fp32 needs none; norms are no products
-        uncast = ("embed_tokens.", "lm_head.", *(("router.",) if setup.fp32_router else ()))
-        dense = BF16 * sum(
-            one.numel for one in held if len(one.shape) == 2 and not any(part in one.name for part in uncast)
-        )
-    return dense + layers * expert_casts(setup)
+def weight_casts(setup: Setup, held: list[Parameter]) -> int:
+    """bf16 copies of weights at the end of the forward.
+
+    They lie in the graph; of weights whose product is computed again, in autocast's own cache.
+    """
+    experts = setup.num_moe_layers * expert_casts(setup) if setup.activation_checkpointing == "none" else 0
+    if not setup.is_autocast:
+        return experts
+    # the router's product in fp32 needs none; norms are no products
+    uncast = ("embed_tokens.", "lm_head.", *(("router.",) if setup.fp32_router else ()))
+    dense = [one for one in held if len(one.shape) == 2 and not any(part in one.name for part in uncast)]
+    return experts + BF16 * sum(one.numel for one in dense)
 
 
 def _copies(setup: Setup, held: list[Parameter]) -> list[Part]:
     return [
         Part("weight copies", f"experts in {setup.compute}", setup.num_moe_layers * stored_copies(setup)),
-        Part("weight copies", "bf16 for products", graph_casts(setup, held), BACKWARD),
+        Part("weight copies", "bf16 for products", weight_casts(setup, held), BACKWARD),
     ]
 
 
 def _moments(setup: Setup, held: list[Parameter]) -> list[Part]:
     """The loss and the backward of a layer do not meet: the larger of both counts."""
-    loss, layer = loss_bytes(setup), recomputed_layer(setup) + backward_bytes(setup)
+    loss, layer = loss_bytes(setup), recomputed_at_once(setup, _layers(setup)) + backward_bytes(setup)
     head = [one for one in held if one.name == "lm_head.weight"]
     # gradients exist when the forward ends, and wait for backward
     waiting = setup.num_tokens * setup.model.hidden_size * setup.hidden_bytes

@@ -98,6 +98,8 @@ class Setup:
             # one expert rank has nobody to send to
             dispatch=run.moe.dispatch["name"] if ep_size > 1 else "local",
             transport=run.moe.dispatch.get("transport", "native"),
+            activation_checkpointing=run.memory.activation_checkpointing,
+            loss_chunk_tokens=run.memory.loss_chunk_tokens,
             imbalance=imbalance,
         )
 

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from afmoe.planning import Plan, make_plan
+from afmoe.planning import GIB, Plan, make_plan
 from afmoe.planning.memory import memory_parts
 from afmoe.planning.parts import peak
 from afmoe.planning.setup import Setup
 
-GIB = 2**30
 NUM_DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 _LEVELS = ("none", "selective", "full")
 _NODE = 8
 
 
-def smallest(base: Setup, num_devices: int, memory_gib: float) -> Plan | None:
-    """The first setup that fits; None: none does.
+def smallest(base: Setup, num_devices: int, memories_gib: Sequence[float]) -> list[Plan | None]:
+    """For each memory the first setup that fits; None: none does.
 
     In the order of what it costs: states on the host last, before that experts beyond a node of 8, before
     that recomputation, before that a larger `ep_size`, before that ZeRO 2 (a reduction each micro-batch).
     """
+    found: dict[float, Plan | None] = dict.fromkeys(memories_gib)
     for setup in sorted(_setups(base, num_devices), key=_cost):
-        if peak(memory_parts(setup)) <= memory_gib * GIB:
-            return make_plan(setup)
-    return None
+        needed_gib = peak(memory_parts(setup)) / GIB
+        for memory_gib in memories_gib:
+            if found[memory_gib] is None and needed_gib <= memory_gib:
+                found[memory_gib] = make_plan(setup)
+        if all(found.values()):
+            break
+    return [found[memory_gib] for memory_gib in memories_gib]
 
 
 def _setups(base: Setup, num_devices: int) -> Iterator[Setup]:

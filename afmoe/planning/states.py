@@ -26,9 +26,9 @@ PERSISTENT_NUMEL = 100_000
 _ALIGNMENT = 2
 
 
-def state_parts(setup: Setup) -> list[Part]:
-    """All of it, for the device and the host."""
-    held = parameters(setup)
+def state_parts(setup: Setup, held: list[Parameter] | None = None) -> list[Part]:
+    """All of it, for the device and the host. `held`: this rank's parameters, if they are listed already."""
+    held = parameters(setup) if held is None else held
     parts = [
         Part("weights", name, sum(_weight_bytes(setup, one) for one in held if one.is_expert is is_expert))
         for name, is_expert in (("dense", False), ("experts", True))
@@ -102,17 +102,16 @@ def _whole_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
 
 
 def _sharded_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
-    share = sum(shares(setup, trained).values())
-    num_groups = len(shares(setup, trained))
+    sizes = shares(setup, trained).values()
+    share = sum(sizes)
     on_host = setup.offload_optimizer
     parts = [
         Part("optimizer", "fp32 weights", FP32 * share, on_host=on_host),
-        Part("optimizer", "AdamW averages", ADAM_BYTES * share + FP32 * num_groups, on_host=on_host),
+        Part("optimizer", "AdamW averages", ADAM_BYTES * share + FP32 * len(sizes), on_host=on_host),
     ]
-    largest = max(shares(setup, trained).values(), default=0)
     if on_host:
         parts.append(Part("optimizer", "gradients of the share", FP32 * share, on_host=True))
     else:
         # a group's gradients, copied into one tensor
-        parts.append(Part("optimizer", "gradients of a group", FP32 * largest, STEP))
+        parts.append(Part("optimizer", "gradients of a group", FP32 * max(sizes, default=0), STEP))
     return parts

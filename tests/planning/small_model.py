@@ -52,7 +52,16 @@ def made_for(setup: Setup) -> AfmoeForCausalLM:
     model = AfmoeForCausalLM(setup.model, attention=setup.attention, compute=setup.compute)
     for block in iter_moe_blocks(model):
         block.router.fp32 = setup.fp32_router
+    recompute(model, setup.activation_checkpointing)
     return model.bfloat16() if setup.precision == "bf16-true" else model
+
+
+def recompute(model: AfmoeForCausalLM, level: str) -> None:
+    model.model.recomputes_layers = level == "full"
+    for layer in model.model.layers:
+        layer.recomputes_parts = level == "selective"
+    for block in iter_moe_blocks(model):
+        block.recomputes_experts = level == "selective"
 
 
 def loss_of(model: nn.Module, setup: Setup) -> Tensor:

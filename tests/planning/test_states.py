@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import config, loss_of, made_for, num_bytes, setup_of
 
 from afmoe.model import AfmoeForCausalLM
 from afmoe.optim.groups import freeze_parameters, is_hidden_matrix
@@ -15,6 +14,7 @@ from afmoe.planning.parameters import parameters
 from afmoe.planning.parts import STEP, total
 from afmoe.planning.states import state_parts
 from afmoe.registry import build, configure
+from tests.planning.small_model import config, loss_of, made_for, num_bytes, setup_of
 
 SHAPES: list[dict[str, Any]] = [
     {},
