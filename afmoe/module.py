@@ -168,6 +168,12 @@ class AfmoeModule(pl.LightningModule):
 
     # --- validation ---
 
+    def on_validation_epoch_start(self) -> None:
+        # casting the module for bf16-true casts them too, and in bf16 256 + 1 is 256
+        for metric in self.validation.values():
+            assert isinstance(metric, SumMetric)
+            metric.set_dtype(torch.float32)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         output = self.model(
             batch["input_ids"],

@@ -168,31 +168,65 @@ def batch(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def fit_scaled(
-    tmp_path: Path, steps: Steps, *, init_scale: float, optim: str = "adamw", max_steps: int = 3
-) -> AfmoeModule:
+def module_of(optim: str) -> AfmoeModule:
     torch.manual_seed(0)
-    module = AfmoeModule(
+    return AfmoeModule(
         small_model(),
         optim=build(configure("optim", optim)),
         scheduler=build(configure("scheduler", {"name": "constant", "warmup_steps": 0})),
         seed=0,
+        exact_match_metric="val/exact",
     )
-    plugin = LossScaling("cpu")
-    assert plugin.scaler is not None
-    plugin.scaler.load_state_dict(plugin.scaler.state_dict() | {"scale": init_scale})
-    trainer = pl.Trainer(
+
+
+def trainer_with(tmp_path: Path, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(
         accelerator="cpu",
-        plugins=[plugin],
-        max_steps=max_steps,
+        devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
-        callbacks=[steps],
+        **settings,
     )
-    trainer.fit(module, torch.utils.data.DataLoader([batch(seed) for seed in range(8)], batch_size=None))  # pyright: ignore[reportArgumentType]
+
+
+def loader(num_batches: int) -> Any:
+    batches: Any = [batch(seed) for seed in range(num_batches)]
+    return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def test_validation_counts_exactly_under_bf16_true(tmp_path: Path) -> None:
+    module = module_of("adamw")
+    seen: dict[str, Tensor] = {}
+    trainer = trainer_with(tmp_path, precision="bf16-true", callbacks=[Sums(seen)])
+    trainer.validate(module, loader(40), verbose=False)
+    # in bf16 the sum is 1240
+    assert seen["labels"] == 1200
+    assert seen["documents"] == 80
+    assert {total.dtype for total in seen.values()} == {torch.float32}
+
+
+class Sums(pl.Callback):
+    """The sums of a validation, before the module resets them."""
+
+    def __init__(self, seen: dict[str, Tensor]) -> None:
+        self.seen = seen
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.seen |= {name: metric.compute() for name, metric in pl_module.validation.items()}
+
+
+def fit_scaled(
+    tmp_path: Path, steps: Steps, *, init_scale: float, optim: str = "adamw", max_steps: int = 3
+) -> AfmoeModule:
+    module = module_of(optim)
+    plugin = LossScaling("cpu")
+    assert plugin.scaler is not None
+    plugin.scaler.load_state_dict(plugin.scaler.state_dict() | {"scale": init_scale})
+    trainer = trainer_with(tmp_path, plugins=[plugin], max_steps=max_steps, callbacks=[steps])
+    trainer.fit(module, loader(8))
     return module
 
 
