@@ -12,10 +12,14 @@ from afmoe.config import AfmoeConfig
 from afmoe.layers import FeedForward, RMSNorm
 from afmoe.model_plugins import ModelPlugins
 from afmoe.moe.block import MoeBlock
+from afmoe.recomputation import part
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each between two norms (before, and after, inside the residual branch)."""
+
+    recomputes_parts = False
+    """Whether backward computes again what lies inside attention, feed-forward and the last norm."""
 
     def __init__(self, config: AfmoeConfig, layer_index: int, plugins: ModelPlugins) -> None:
         super().__init__()
@@ -45,22 +49,32 @@ class DecoderLayer(nn.Module):
         prepared: Any,
         rotary: tuple[Tensor, Tensor],
         token_mask_T: Tensor | None = None,
-        cache: LayerCache | None = None,
         agreed: Any = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output and, from a layer with experts, the router's logits [B*S, E].
 
         `agreed`: what the ranks that share the experts settled for this forward.
         """
-        attended_BSD = self.self_attn(self.input_layernorm(hidden_BSD), prepared, rotary, cache)
-        hidden_BSD = hidden_BSD + self.post_attention_layernorm(attended_BSD)
-        normed_BSD = self.pre_mlp_layernorm(hidden_BSD)
+        is_recomputed = self.recomputes_parts and cache is None
+        hidden_BSD, normed_BSD = part(
+            self._attend, hidden_BSD, prepared, rotary, cache, is_recomputed=is_recomputed
+        )
         router_logits_TE = None
         if isinstance(self.mlp, MoeBlock):
             mixed_BSD, router_logits_TE = self.mlp(normed_BSD, token_mask_T, agreed)
         else:
-            mixed_BSD = self.mlp(normed_BSD)
-        return hidden_BSD + self.post_mlp_layernorm(mixed_BSD), router_logits_TE
+            mixed_BSD = part(self.mlp, normed_BSD, is_recomputed=is_recomputed)
+        mixed_BSD = part(self.post_mlp_layernorm, mixed_BSD, is_recomputed=is_recomputed)
+        return hidden_BSD + mixed_BSD, router_logits_TE
+
+    def _attend(
+        self, hidden_BSD: Tensor, prepared: Any, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after attention, and as the feed-forward gets them."""
+        attended_BSD = self.self_attn(self.input_layernorm(hidden_BSD), prepared, rotary, cache)
+        hidden_BSD = hidden_BSD + self.post_attention_layernorm(attended_BSD)
+        return hidden_BSD, self.pre_mlp_layernorm(hidden_BSD)
 
 
 def _shared_expert(config: AfmoeConfig) -> FeedForward | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ from afmoe.generation import Caching, Sampling, generate
 from afmoe.hardware import Hardware
 from afmoe.initialization import init_weights
 from afmoe.language_head import LanguageHead
+from afmoe.layer_compilation import running_compiled, same_graph_again
 from afmoe.layers import RMSNorm, RotaryEmbedding
 from afmoe.losses import IGNORED, next_token_targets, token_cross_entropy
 from afmoe.model_plugins import ModelPlugins
 from afmoe.moe.block import MoeBlock, agree, moe_blocks
 from afmoe.outputs import CausalLMOutput, ModelOutput
+from afmoe.recomputation import part
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,11 @@ _CAPACITY_STEP = 128
 
 class AfmoeModel(nn.Module):
     """Embeddings, decoder layers, last norm. Each plugin is chosen by its name or its `Config`."""
+
+    recomputes_layers = False
+    """Whether backward computes again what lies inside each decoder layer."""
+    has_compiled_layers = False
+    """Whether the layers went through `compile_each`."""
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class AfmoeModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, plugins) for index in range(config.num_hidden_layers)
         )
+        self.attention.layer_kinds = frozenset(layer.self_attn.is_sliding for layer in self.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_order)
         self._has_warned_of_length = False
         self.init_weights()
@@ -89,14 +99,27 @@ class AfmoeModel(nn.Module):
         prepared = self.attention.prepare(layout)
         rotary = self.rotary(layout.position_ids_BS, hidden_BSD.dtype)
         token_mask_T = None if layout.token_mask_BS is None else layout.token_mask_BS.flatten()
-        agreed = agree(self, hidden_BSD)
+        shared = (prepared, rotary, token_mask_T, agree(self, hidden_BSD))
+        hidden_BSD, router_logits = self._run_layers(hidden_BSD, shared, cache)
+        return ModelOutput(self.norm(hidden_BSD), router_logits, layout)
+
+    def _run_layers(
+        self, hidden_BSD: Tensor, shared: tuple[Any, ...], cache: KeyValueCache | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden states after the last layer, and the router's logits of each layer that has one."""
+        is_training = torch.is_grad_enabled() and cache is None
+        is_compiled = self.has_compiled_layers and not torch.compiler.is_compiling()
         router_logits = []
-        for index, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[index]
-            hidden_BSD, logits_TE = layer(hidden_BSD, prepared, rotary, token_mask_T, layer_cache, agreed)
-            if logits_TE is not None:
-                router_logits.append(logits_TE)
-        return ModelOutput(self.norm(hidden_BSD), tuple(router_logits), layout)
+        with running_compiled(self.layers, is_training=is_training) if is_compiled else nullcontext():
+            for index, layer in enumerate(self.layers):
+                inputs = (hidden_BSD, *shared, None if cache is None else cache.layers[index])
+                options = {"context_fn": partial(same_graph_again, layer)} if is_compiled else {}
+                hidden_BSD, logits_TE = part(
+                    layer, *inputs, is_recomputed=self.recomputes_layers and is_training, **options
+                )
+                if logits_TE is not None:
+                    router_logits.append(logits_TE)
+        return hidden_BSD, tuple(router_logits)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -293,7 +316,9 @@ class AfmoeForCausalLM(nn.Module):
 
     def init_weights(self) -> None:
         """Draw every weight anew, see `AfmoeModel.init_weights`."""
-        init_weights(self, self.config)
+        self.model.init_weights()
+        if not self.config.tie_word_embeddings:
+            init_weights(self.lm_head, self.config)
 
     def num_parameters(self, active: bool = False) -> int:
         """Parameters in all or, `active`, those that one token goes through; embedding and head included."""

@@ -11,23 +11,18 @@ The same operations on the same values in the same order: gradients are bitwise 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, noop_context_fn
-
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes the contexts of the forward and of the computation that repeats it."""
+from torch.utils.checkpoint import checkpoint
 
 
-def part(
-    function: Callable[..., Any], *inputs: Any, is_recomputed: bool, contexts: Contexts = noop_context_fn
-) -> Any:
+def part(function: Callable[..., Any], *inputs: Any, is_recomputed: bool, **options: Any) -> Any:
     """`function(*inputs)`. `is_recomputed`: what it keeps for backward is dropped and computed again there.
 
-    Without gradients nothing is kept in any case. Random numbers are the same again.
+    Without gradients nothing is kept in any case. Random numbers are the same again. `options` are those of
+    `torch.utils.checkpoint.checkpoint`.
     """
     if not (is_recomputed and torch.is_grad_enabled()):
         return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+    return checkpoint(function, *inputs, use_reentrant=False, **options)

@@ -40,7 +40,7 @@ def train(config: RunConfig, run: Run, signals: StopSignals) -> float | None:
     quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
     hardware = detect_hardware(config.trainer.accelerator)
-    build.check_choices(config)
+    build.check_choices(config, hardware)
 
     pretrained = build.find_pretrained(config.model)
     tokenizer = build.make_tokenizer(config, pretrained)

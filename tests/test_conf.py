@@ -15,6 +15,7 @@ from afmoe.config import (
     AfmoeConfig,
     CheckpointConfig,
     ExportConfig,
+    MemoryConfig,
     ModelConfig,
     SamplesConfig,
     TokenizerConfig,
@@ -75,6 +76,7 @@ def test_trainer_yaml_holds_every_field() -> None:
     [
         ("tokenizer", TokenizerConfig),
         ("checkpoint", CheckpointConfig),
+        ("memory", MemoryConfig),
         ("export", ExportConfig),
         ("samples", SamplesConfig),
     ],

@@ -26,6 +26,9 @@ class AttentionPlugin(Protocol):
 
     Config: ClassVar[type]
     name: ClassVar[str]
+    layer_kinds: frozenset[bool]
+    """Set by the model once it has its layers: whether some are sliding (True), some full (False). `prepare`
+    need not serve a kind that is not there, and must not leave work for the layers to do once."""
 
     def __init__(self, config: Any, *, window: int, hardware: Hardware | None = None) -> None:
         """`window`: tokens that a query of a sliding layer sees, itself included."""

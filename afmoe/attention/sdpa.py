@@ -26,6 +26,8 @@ _FEW_KEYS = 4
 
 @register("attention", "sdpa")
 class SdpaAttention:
+    layer_kinds = frozenset((False, True))
+
     @dataclass(kw_only=True)
     class Config:
         pass
@@ -44,7 +46,7 @@ class SdpaAttention:
         return None
 
     def prepare(self, layout: SequenceLayout) -> Masks:
-        return Masks(layout, self.window)
+        return Masks(layout, self.window, self.layer_kinds)
 
     def __call__(
         self,
@@ -77,12 +79,17 @@ class SdpaAttention:
 
 
 class Masks:
-    """The masks that all layers of one forward share, each built when the first layer asks for it.
+    """The masks that all layers of one forward share, built for the kinds of layers that the model has.
 
     A mask of None stands for torch's own causal path where `is_causal`, else every query sees every key.
     """
 
-    def __init__(self, layout: SequenceLayout, window: int) -> None:
+    full: Tensor | None = None
+    """[B or 1, queries, keys]."""
+    sliding: Tensor | None = None
+    """[B or 1, queries, keys], with blocks [B * blocks, block, 2 * block]."""
+
+    def __init__(self, layout: SequenceLayout, window: int, layer_kinds: frozenset[bool]) -> None:
         self.layout = layout
         self.window = window
         self.block_size = max(window, _MIN_BLOCK)
@@ -92,29 +99,13 @@ class Masks:
         self.fits_window = layout.num_keys <= window
         # up to two blocks a mask of all tokens is no larger than that of the blocks
         self.has_blocks = layout.num_cached == 0 and layout.num_queries > 2 * self.block_size
-        self._built: dict[str, Tensor | None] = {}
         self.num_blocks = -(-layout.num_queries // self.block_size)
-
-    @property
-    def full(self) -> Tensor | None:
-        """[B or 1, queries, keys]."""
-        if "full" not in self._built:
-            self._built["full"] = None if self.is_causal else self.layout.visible(None)
-        return self._built["full"]
-
-    @property
-    def sliding(self) -> Tensor | None:
-        """[B or 1, queries, keys], with blocks [B * blocks, block, 2 * block]."""
-        if "sliding" not in self._built:
-            self._built["sliding"] = self._sliding()
-        return self._built["sliding"]
-
-    def _sliding(self) -> Tensor | None:
-        if self.has_blocks:
-            return self._block_masks()
+        if not self.is_causal and (False in layer_kinds or self.fits_window):
+            self.full = layout.visible(None)
         if self.fits_window:
-            return self.full
-        return self.layout.visible_in_cache(self.window)
+            self.sliding = self.full
+        elif True in layer_kinds:
+            self.sliding = self._block_masks() if self.has_blocks else layout.visible_in_cache(self.window)
 
     def blocks(self, x_BSHC: Tensor) -> Tensor:
         """[B, blocks, block, H, C], zeros behind the last token."""

@@ -28,6 +28,25 @@ class MoeConfig:
 
 
 @dataclass(kw_only=True)
+class MemoryConfig:
+    activation_checkpointing: str = "none"
+    """What backward computes again to keep less: `none`, `full` (all inside each decoder layer), `selective`
+    (all but routing and what dispatch and combine bring)."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at a time while the loss is computed; None: chosen by size."""
+    compile_layers: bool = False
+    """`torch.compile` each decoder layer, in training."""
+
+    def __post_init__(self) -> None:
+        one_of("memory.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        if self.loss_chunk_tokens is not None:
+            at_least("memory.loss_chunk_tokens", self.loss_chunk_tokens, 1)
+
+
+CHECKPOINTING = ("none", "full", "selective")
+
+
+@dataclass(kw_only=True)
 class CheckpointConfig:
     every_n_steps: int = 100
     """Optimizer steps between checkpoints; 0 writes none."""
@@ -90,6 +109,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

@@ -92,6 +92,8 @@ class DeepGemmFp8Compute:
             why_not_these_experts(choice, gated, has_bias, "use moe/compute=native"),
         )
 
+    # weights are known by address and version, which a compiled graph does not have
+    @torch.compiler.disable
     def __call__(
         self,
         x_RD: Tensor,

@@ -35,6 +35,8 @@ class Emulation:
         return round_rows(x_RK, self.rounding.scales, self.rounding.block_size)
 
 
+# host offsets, and weights known by address and version: a graph has neither
+@torch.compiler.disable
 def emulated_gated_mlp(
     x_RD: Tensor,
     offsets_L: Tensor,
