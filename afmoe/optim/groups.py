@@ -117,7 +117,11 @@ def refuse_other_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, An
 
     Without it the tensors of one parameter would be handed to another, or torch would say that sizes differ.
     """
-    own = [(group["name"], group["parameter_names"]) for group in optimizer.param_groups]
+    refuse_other_names([(one["name"], one["parameter_names"]) for one in optimizer.param_groups], state)
+
+
+def refuse_other_names(own: list[tuple[str, list[str]]], state: Mapping[str, Any]) -> None:
+    """`refuse_other_groups` for groups given by name and parameter names."""
     stored = [(group.get("name"), group.get("parameter_names")) for group in state["param_groups"]]
     if own != stored:
         raise ConfigError(

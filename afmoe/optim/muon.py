@@ -94,7 +94,7 @@ class Muon:
         return MuonWithAdamW(parameter_groups(model, config, matrices=matrices, others=others))
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Matrices [n, rows, columns] of one parameter, as views."""
 
     weight: Tensor
@@ -133,7 +133,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self.grad_scale is None, "gradients must be unscaled before the step"
-        matrices: dict[tuple[Any, ...], list[_Piece]] = defaultdict(list)
+        matrices: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
         for group in self.param_groups:
             if group["rule"] == "adamw":
                 self._step_adamw(group)
@@ -141,7 +141,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                for piece in self._pieces(parameter, group):
+                for piece in self.pieces(parameter, group):
                     sizes = tuple(sorted(piece.weight.shape[1:]))
                     matrices[*sizes, piece.weight.device, _dtype(piece)].append(piece)
         for (*_, dtype), pieces in matrices.items():
@@ -177,18 +177,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[_Piece]:
-        """A parameter's matrices, in parts small enough for one batch."""
+    def pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
+        """A parameter's matrices."""
         if "momentum_buffer" not in self.state[parameter]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         tensors = [parameter, parameter.grad, self.state[parameter]["momentum_buffer"]]
+        yield from self.split(tensors, group)
+
+    def split(self, tensors: list[Tensor], group: dict[str, Any]) -> Iterator[Piece]:
+        """Weight, gradient and momentum of one shape, in parts small enough for one batch."""
         stacks = [tensor.unsqueeze(0) if tensor.ndim == 2 else tensor for tensor in tensors]
         at_once = max(1, _BATCH_VALUES // stacks[0][0].numel())
         for weight, gradient, momentum in zip(*(stack.split(at_once) for stack in stacks), strict=True):
-            yield _Piece(weight, gradient, momentum, group)
+            yield Piece(weight, gradient, momentum, group)
 
-    def _step_muon(self, pieces: list[_Piece], dtype: torch.dtype) -> None:
+    def _step_muon(self, pieces: list[Piece], dtype: torch.dtype) -> None:
         """Move matrices of one shape, or of its transpose."""
         is_bad = None if self.found_inf is None else self.found_inf.bool()
         updates = []
@@ -215,7 +219,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 _cpu_multiplies_bf16 = cache(cpu_multiplies_bf16)
 
 
-def _dtype(piece: _Piece) -> torch.dtype:
+def _dtype(piece: Piece) -> torch.dtype:
     chosen = _DTYPES[piece.group["newton_schulz_dtype"]]
     if chosen is not None:
         return chosen
@@ -223,9 +227,9 @@ def _dtype(piece: _Piece) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def _batches(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Pieces in order, together while they fit."""
-    batch: list[_Piece] = []
+    batch: list[Piece] = []
     values = 0
     for piece in pieces:
         if batch and values + piece.weight.numel() > _BATCH_VALUES:

@@ -113,10 +113,11 @@ def check_strategy(run: RunConfig, model: AfmoeConfig, *, world_size: int, hardw
             "trainer.precision=bf16-true needs fp32 weights behind the bf16 ones, which "
             f"trainer.strategy.stage={strategy.stage} does not keep here; use stage=1 or 2, or bf16-mixed"
         )
-    if strategy.stage > 0 and run.optim.get("name") == "muon":
+    if run.optim.get("name") == "muon" and (strategy.stage == 3 or strategy.offload_optimizer):
         raise ConfigError(
-            f"optim=muon works on whole matrices, but ZeRO stage {strategy.stage} hands the optimizer flat "
-            "pieces of them; use trainer.strategy.stage=0, trainer/strategy=ddp, or optim=adamw"
+            "optim=muon works on whole matrices: trainer.strategy.stage=3 never has them in one place, and "
+            "offload_optimizer=true would orthogonalise them on the CPU; use stage=1 or 2 without offload, "
+            "or optim=adamw"
         )
 
 

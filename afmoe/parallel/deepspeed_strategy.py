@@ -23,10 +23,12 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from afmoe.optim.muon import MuonWithAdamW
 from afmoe.parallel.deepspeed_precision import AfmoeDeepSpeedPrecision
 from afmoe.parallel.expert_parallel import ExpertRanks, without_shm_comm
 from afmoe.parallel.optimizer_groups import CanonicalGroups
 from afmoe.parallel.partitions import Partitions
+from afmoe.parallel.sharded_muon import ShardedMuon
 from afmoe.parallel.whole_state import WholeState
 
 
@@ -50,11 +52,10 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         return self._precision_plugin or Precision()
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # Lightning gives every DeepSpeed strategy its own plugin; of it we take the name
-        self._precision_plugin = (
-            None if plugin is None else AfmoeDeepSpeedPrecision(plugin.precision, self.stage)
-        )
+        name = None if precision_plugin is None else precision_plugin.precision
+        self._precision_plugin = None if name is None else AfmoeDeepSpeedPrecision(name, self.stage)
 
     def setup_environment(self) -> None:
         # past Lightning's check for a GPU
@@ -90,7 +91,12 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
             self.model_to_device()
 
     def _init_optimizers(self) -> Any:
+        schedule: Any
         optimizer, schedule = super()._init_optimizers()
+        if self.stage and isinstance(optimizer, MuonWithAdamW):
+            optimizer = ShardedMuon(optimizer.param_groups)
+            if schedule is not None:
+                schedule.scheduler.optimizer = optimizer
         self.groups = CanonicalGroups(optimizer, self.stage)
         if schedule is not None:
             schedule.scheduler = self.groups.schedule(schedule.scheduler)
@@ -101,20 +107,16 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
-        engine, zero_optimizer, _, _ = deepspeed.initialize(
-            # DeepSpeed wants a number for a CPU too
-            args=argparse.Namespace(device_rank=self.local_rank),
-            config=self.config,
-            model=model,
-            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            dist_init_required=False,
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = self._engine(
+            model, self.config, model_parameters=parameters, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
         if self.stage in (1, 2):
             # else it would take steps with NaN where the working dtype is bf16
-            zero_optimizer.check_grad_overflow = True
-        return engine, zero_optimizer
+            engine.optimizer.check_grad_overflow = True
+        if isinstance(optimizer, ShardedMuon):
+            optimizer.zero = engine.optimizer
+        return engine, engine.optimizer
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine that computes only, for weights sharded by stage 3."""
@@ -122,15 +124,18 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         config = self.config
         assert isinstance(config, dict)
         names = ("train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "zero_optimization")
-        self.model, *_ = deepspeed.initialize(
+        self.model = self._engine(model, {name: config[name] for name in names}, model_parameters=[])
+
+    def _engine(self, model: nn.Module, config: Any, **trained: Any) -> Any:
+        engine, *_ = deepspeed.initialize(
+            # DeepSpeed wants a number for a CPU too
             args=argparse.Namespace(device_rank=self.local_rank),
-            config={name: config[name] for name in names},
+            config=config,
             model=model,
-            optimizer=None,
-            lr_scheduler=None,
-            model_parameters=[],
             dist_init_required=False,
+            **trained,
         )
+        return engine
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)

@@ -108,7 +108,7 @@ def without_shm_comm() -> Iterator[None]:
     unless its table of operations says that this cannot be done. The table is made by trying every compiler
     when it is first asked for. Here it is empty for the block, and as before after it.
     """
-    module = vars(deepspeed.ops)  # pyright: ignore[reportAttributeAccessIssue]
+    module = deepspeed.ops.__dict__
     before = module.get(_TABLE)
     module[_TABLE] = {}
     try:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 @dataclass(frozen=True)
 class CanonicalGroup:
+    name: str
     parameter_names: list[str]
     """Relative to the model."""
     numbers: list[int]
@@ -35,7 +36,7 @@ class CanonicalGroups:
             for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"]):
                 split.append((index, dtype, _of_dtype(group, dtype)))
         self.is_split = len(split) > len(optimizer.param_groups)
-        names = [group["parameter_names"] for group in optimizer.param_groups]
+        names = [(group["name"], group["parameter_names"]) for group in optimizer.param_groups]
         if self.is_split:
             is_wide_first = stage == 2
             split.sort(key=lambda one: (one[1] == torch.float32) != is_wide_first)
@@ -45,10 +46,10 @@ class CanonicalGroups:
         """Canonical group of each of the optimizer's."""
         self.canonical: list[CanonicalGroup] = []
         count = 0
-        for index, group_names in enumerate(names):
+        for index, (name, group_names) in enumerate(names):
             numbers = list(range(count, count + len(group_names)))
             count += len(group_names)
-            self.canonical.append(CanonicalGroup(group_names, numbers, sources.index(index)))
+            self.canonical.append(CanonicalGroup(name, group_names, numbers, sources.index(index)))
 
     def schedule(self, schedule: LambdaLR) -> LambdaLR:
         """A schedule made for the groups before they were split, for them after."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from afmoe.errors import ConfigError
+from afmoe.optim.groups import refuse_other_names
 from afmoe.optim.master_weights import MASTER
 from afmoe.parallel.expert_parallel import ExpertRanks, is_shared
 from afmoe.parallel.optimizer_groups import CanonicalGroups
@@ -66,7 +67,7 @@ class WholeState:
                 for key, value in live[group.position].items()
                 if key not in ("params", "moe", "parameter_names")
             }
-            | {"params": group.numbers, "parameter_names": group.parameter_names}
+            | {"name": group.name, "params": group.numbers, "parameter_names": group.parameter_names}
             for group in groups.canonical
         ]
         return {"state": state, "param_groups": settings} if self.keeps else {}
@@ -125,9 +126,10 @@ class WholeState:
 
     @torch.no_grad()
     def load_optimizer(self, groups: CanonicalGroups, state: Mapping[str, Any]) -> None:
-        """Set the optimizer's states and its groups' settings."""
+        """Set the optimizer's states and its groups' settings. `ConfigError` for those of other groups."""
         partitions = self.partitions
         assert partitions is not None
+        refuse_other_names([(group.name, group.parameter_names) for group in groups.canonical], state)
         for group in groups.canonical:
             for number, name in zip(group.numbers, group.parameter_names, strict=True):
                 parameter = self.parameters[name]

@@ -32,6 +32,7 @@ QUICK = [
     Case("sgd-4x1", world_size=2, strategy=zero(1, 2), optimizer="sgd", accumulate=4),
     Case("frozen", world_size=2, strategy=zero(1, 2), freeze=["*router*"], tied=True),
     Case("poisoned", 2, zero(2, 2), poisoned_step=1),
+    Case("muon", 2, zero(1, 2), optimizer="muon"),
     Case("offload", world_size=2, strategy=zero(2, 2, offload_optimizer=True)),
     Case(
         "bf16",

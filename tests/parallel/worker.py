@@ -182,7 +182,10 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     if case.optimizer == "sgd":
         optim = Sgd(Sgd.Config(freeze=case.freeze))
     else:
-        optim = build(configure("optim", {"name": case.optimizer, "lr": 1e-3, "freeze": case.freeze}))
+        # bf16 would hide what several ranks do differently
+        fp32 = {"newton_schulz_dtype": "float32"} if case.optimizer == "muon" else {}
+        options = {"name": case.optimizer, "lr": 1e-3, "freeze": case.freeze, **fp32}
+        optim = build(configure("optim", options))
         optim.config.gradient_clip = 0.5
     data = AfmoeDataModule(
         configure(
