@@ -20,8 +20,10 @@ class ParameterGroups(Callback):
         parameters: dict[str, Tensor] = dict(pl_module.model.named_parameters())
         for group in trainer.optimizers[0].param_groups:
             held = [parameters[name] for name in group["parameter_names"]]
+            # only optimizers of several rules name them
+            rule = group.get("rule", type(trainer.optimizers[0]).__name__)
             rank_zero_info(
-                f"{group['name']}: {_size(held)}, {group['rule']}, learning rate {group['initial_lr']:g}, "
+                f"{group['name']}: {_size(held)}, {rule}, learning rate {group['initial_lr']:g}, "
                 f"weight decay {group['weight_decay']:g}"
             )
         frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
