@@ -24,7 +24,7 @@ _GIB = 2**30
 
 @contextlib.contextmanager
 def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
-    """Turn memory or disk that ran out in the `with` block into a `MachineError`; `directory` is the run's."""
+    """Turn memory or disk that ran out in the block into a `MachineError`; `directory` is the run's."""
     before = threading.excepthook
     threading.excepthook = _quiet_about_disks
     try:
@@ -35,8 +35,9 @@ def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
         if error.errno not in _DISK_IS_FULL:
             raise
         raise MachineError(
-            f"{error.filename or directory} could not be written: {error.strerror} ({free_space(directory)}); "
-            "whole checkpoints stay as they are. Free some space or move the run folder, then start again"
+            f"{error.filename or directory} could not be written: {error.strerror} "
+            f"({free_space(directory)}); whole checkpoints stay as they are. Free some space or move the run "
+            "folder, then start again"
         ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

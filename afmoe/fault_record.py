@@ -4,6 +4,8 @@
         fault.json                        the step, its figures, the settings of run and model
         model.safetensors                 the weights, which no skipped step has changed
         micro-batches-00000.safetensors   one file a rank: `0.input_ids`, `0.labels`, ..., `1.input_ids`, ...
+
+`fault.json` comes last: without it the directory does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor

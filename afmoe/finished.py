@@ -8,9 +8,7 @@ from afmoe.config import RunConfig
 from afmoe.config.trainer import seconds_of
 
 
-def is_finished(
-    config: RunConfig, metrics: dict[str, Any], stored: dict[str, Any] | None, step: int
-) -> bool:
+def is_finished(config: RunConfig, metrics: dict[str, Any], stored: dict[str, Any] | None, step: int) -> bool:
     """`metrics` is the content of `metrics.json`, `stored` that of `config.yaml`, `step` what is done.
 
     A run that ended at one limit goes on when that limit is raised or taken away, and no other is reached.

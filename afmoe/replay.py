@@ -60,7 +60,10 @@ def replay(fault: Fault, accelerator: str) -> Replay:
     for rank, (batches, seeds) in enumerate(zip(fault.micro_batches, fault.seeds, strict=True)):
         for number, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
             watch.place = f"micro-batch {number} of rank {rank}"
-            moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            moved = {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            }
             torch.manual_seed(seed)
             with trainer.precision_plugin.train_step_context():
                 share = module.loss_share(moved)
@@ -94,7 +97,8 @@ def _make_module(fault: Fault, config: RunConfig, trainer: pl.Trainer, accelerat
             for block in iter_moe_blocks(model):
                 callback.prepare(block)
     # the optimizer's options say what is frozen and so has no part in the gradient norm
-    optim, scheduler = build(configure("optim", config.optim)), build(configure("scheduler", config.scheduler))
+    optim = build(configure("optim", config.optim))
+    scheduler = build(configure("scheduler", config.scheduler))
     module = AfmoeModule(model, optim=optim, scheduler=scheduler, seed=config.seed)
     trainer.precision_plugin.convert_module(module)
     module.model.load_state_dict(fault.weights())
@@ -103,7 +107,7 @@ def _make_module(fault: Fault, config: RunConfig, trainer: pl.Trainer, accelerat
 
 
 class FirstNonFinite:
-    """Watches weights, outputs of modules and gradients, and keeps the first that holds a NaN or an infinity."""
+    """Watches weights, outputs of modules and gradients; keeps the first that holds a NaN or an infinity."""
 
     def __init__(self, model: nn.Module) -> None:
         self.first: str | None = None

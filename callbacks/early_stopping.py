@@ -64,7 +64,7 @@ class EarlyStopping(lightning.pytorch.callbacks.EarlyStopping):
         if self.monitor not in trainer.callback_metrics:
             known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
             raise ConfigError(
-                f"callbacks.early_stopping.monitor={self.monitor} is not logged at validation; choose one of: "
-                f"{', '.join(known)}"
+                f"callbacks.early_stopping.monitor={self.monitor} is not logged at validation; choose one "
+                f"of: {', '.join(known)}"
             )
         super().on_validation_end(trainer, pl_module)

@@ -1,4 +1,4 @@
-"""Validation at the start: before the first step, and where a run was stopped before a validation was over."""
+"""Validation at the start: before the first step, and where a run was stopped before one was over."""
 
 from __future__ import annotations
 
@@ -57,4 +57,5 @@ def validation_follows(trainer: Trainer) -> bool:
         return False
     else:
         num_batches = progress.current.ready
+    assert trainer.val_check_batch is not None, "an interval in time is not offered"
     return num_batches % trainer.val_check_batch == 0

@@ -102,7 +102,7 @@ def _at_the_steps_end(trainer: Trainer) -> Iterator[None]:
 
     Lightning counts a batch as completed between the two, and continues a checkpoint in another way then.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     counts = (progress.total, progress.current)
     completed = [count.completed for count in counts]
     for count in counts:

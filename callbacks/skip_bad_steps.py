@@ -1,4 +1,4 @@
-"""Counts the optimizer steps that were skipped for a NaN or an infinity, and stops a run that makes no others."""
+"""Counts the optimizer steps skipped for a NaN or an infinity, and stops a run that makes no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SaveFault = Callable[[Trainer, LightningModule, list[dict[str, Any]]], Path]
 
 
 class SkipBadSteps(Callback):
-    """Counts steps whose loss or gradient is no finite number; the optimizer leaves such a step out by itself.
+    """Counts steps whose loss or gradient is no finite number. The optimizer leaves them out by itself.
 
     After `limit` of them in a row the run stops. Weights have not changed since the last good step then, so
     the step's batches, which `save` writes with the weights, show the fault again. While a further bad step

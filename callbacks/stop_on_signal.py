@@ -42,7 +42,15 @@ class StopOnSignal(Callback):
         if number:
             self._end(trainer, number)
 
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         if trainer.state.fn != "fit":
             return
         number = self._heard(trainer, pl_module.device, wait=True)

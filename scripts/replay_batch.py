@@ -2,8 +2,8 @@
 
 A run stops after `faults.max_skipped_steps` steps in a row with a NaN or an infinity, and keeps the last one:
 the batches of every rank, the weights, the settings. This runs forward and backward on one device and names
-the weight, module or gradient where the first such value appears. Ends with code 0 when loss and gradient norm
-are the recorded ones, else 1.
+the weight, module or gradient where the first such value appears. Ends with code 0 when loss and gradient
+norm are the recorded ones, else 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main() -> int:
         quiet_libraries()
         fault = read_fault(options.directory)
         result = replay(fault, options.accelerator)
-        print(f"step {fault.step}, {len(fault.micro_batches)} ranks x {len(fault.micro_batches[0])} micro-batches")
+        num_ranks, num_batches = len(fault.micro_batches), len(fault.micro_batches[0])
+        print(f"step {fault.step}, {num_ranks} ranks x {num_batches} micro-batches")
         print(f"first value that is no finite number: {result.first or 'none, all are finite'}")
         all_same = True
         for name, recorded, replayed in (

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @register("callbacks", "poison")
 class Poison(Callback):
-    """Puts a value into the final norm while the steps from `first` to `last` run, and notes what they changed."""
+    """Puts a value into the final norm for the steps from `first` to `last`; notes what each step changed."""
 
     @dataclass(kw_only=True)
     class Config:
@@ -71,7 +71,8 @@ class Poison(Callback):
 def state_of(trainer: Any, pl_module: Any) -> dict[str, Tensor]:
     state = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
     for index, values in trainer.optimizers[0].state_dict()["state"].items():
-        state |= {f"{index}.{name}": value.clone() for name, value in values.items() if torch.is_tensor(value)}
+        tensors = {name: value for name, value in values.items() if torch.is_tensor(value)}
+        state |= {f"{index}.{name}": value.clone() for name, value in tensors.items()}
     return state
 
 

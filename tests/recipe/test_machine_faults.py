@@ -1,4 +1,4 @@
-"""Disks and memory that fail, and checkpoints that were damaged: one line, or the previous whole checkpoint."""
+"""Disks and memory that fail, and damaged checkpoints: one line, or the previous whole checkpoint."""
 
 from __future__ import annotations
 
