@@ -1,6 +1,6 @@
 """The pages say what works: blocks of all can be read, those of README.md and docs/plugins.md are run.
 
-Run means: the line as it stands, in an empty folder beside a copy of `recipes/`, through stand-ins on PATH
+Run means: the line as it stands, in an empty folder beside a copy of `recipes/` and `scripts/`, through stand-ins on PATH
 that make it small. `python recipes/sft.py ...` gets a tiny model and a hundredth of each number of steps;
 `pip install` goes to a folder of its own and fetches nothing; `make sft` is the command of the Makefile's
 recipe (its set-up is what CI runs).
@@ -85,6 +85,8 @@ def test_block_can_be_read(block: Block) -> None:
         "json": json.loads,
         "toml": tomllib.loads,
         "bash": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20),
+        # commands for other machines than this one: read, not run
+        "sh": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20),
         # a screen: looked at by `run_page`
         "text": str,
     }
@@ -143,7 +145,8 @@ def test_make_sft_runs_the_command_of_the_readme() -> None:
 
 def run_page(page: str, folder: Path) -> str:
     """Write the page's files, run its commands, then its Python; returns what they printed."""
-    shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("recipes", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     programs = {
         "python": PYTHON.format(python=sys.executable, small_recipe=ROOT / "tests" / "small_recipe.py"),
         "pip": PIP.format(python=sys.executable),
@@ -203,6 +206,7 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
         "first",
         "first.1",
         "branch",
+        "two_ranks",
         "with_plugin",
     }
     assert len(finished_runs(tmp_path / "multirun")) == 4 + 2
@@ -214,7 +218,7 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
         assert text in printed, text
     # the screens that the page shows have the lines that people see
     screens = [block.text for block in BLOCKS if block.page == "README.md" and block.language == "text"]
-    assert len(screens) == 2
+    assert len(screens) == 3
     for label in re.findall(r"^([\w./]+) {2,}\S", "".join(screens), re.MULTILINE):
         assert re.search(rf"^{re.escape(label)} {{2,}}\S", printed, re.MULTILINE), label
     (report,) = [
