@@ -93,7 +93,8 @@ class AfmoeModule(pl.LightningModule):
         Dropout then needs no generator state to be carried over a restart.
         """
         micro_batch = step * self.trainer.accumulate_grad_batches + number
-        return (self.run_seed * 1_000_003 + micro_batch) * 65_537 + self.global_rank
+        # a generator takes 64 bits
+        return ((self.run_seed * 1_000_003 + micro_batch) * 65_537 + self.global_rank) % 2**63
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         share = self.loss_share(batch)

@@ -90,6 +90,8 @@ class Progress(ProgressBar):
             rich.progress.BarColumn(bar_width=5, table_column=Column(min_width=5)),
             text("{task.fields[doing]}{task.fields[figures]}", markup=False),
             refresh_per_second=4,
+            # a validation on its own leaves nothing behind
+            transient=total is None and step > 0,
         )
         self._task = self._bar.add_task(
             "", total=total, completed=step, done=_done(step, total), doing="", figures=""

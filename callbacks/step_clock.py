@@ -54,6 +54,11 @@ class StepClock:
         """Bring `seconds` and `recent_steps` up to the last mark. Waits for the device."""
 
     @property
+    def is_settled(self) -> bool:
+        """Whether `seconds` are those up to the last mark."""
+        return True
+
+    @property
     def total(self) -> float:
         """Seconds of training up to the last `settle`."""
         return sum(self.seconds.values())
@@ -107,6 +112,10 @@ class CudaStepClock(StepClock):
         if self._pending:
             self._pending[-1][2].synchronize()
             self._read_finished()
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._pending
 
     def _record(self) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

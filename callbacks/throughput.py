@@ -98,7 +98,9 @@ class Throughput(Callback):
 
     def figures(self) -> dict[str, float]:
         """The whole run's metrics, for `metrics.json`."""
-        return self.totals.figures() | {"train/peak_memory_gib": self.peak_memory_gib()}
+        # a run that was interrupted may leave a device that cannot be waited for: then up to the last log
+        totals = self.totals if self.clock.is_settled else self._logged
+        return totals.figures() | {"train/peak_memory_gib": self.peak_memory_gib()}
 
     @property
     def tokens(self) -> int:
@@ -136,9 +138,10 @@ class Throughput(Callback):
             trainer.datamodule.before_fetch = self._before_fetch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        peak = peak_flops(trainer.strategy.root_device, _compute_dtype(str(trainer.precision)))
+        device = trainer.strategy.root_device
+        peak = peak_flops(device, _compute_dtype(str(trainer.precision)))
         if peak is None:
-            name = torch.cuda.get_device_name(trainer.strategy.root_device)
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             rank_zero_info(f"train/mfu is not logged: afmoe/device_speed.py knows no peak of {name}")
         self._possible_per_second = (peak or 0.0) * trainer.world_size
         self._logged = self.totals

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from afmoe.device_speed import gpu_peak_flops, measured_flops
 from callbacks.progress import Progress, line
-from callbacks.step_clock import PHASES, StepClock
+from callbacks.step_clock import PHASES, CudaStepClock, StepClock
 from callbacks.throughput import Throughput, Totals
 
 
@@ -43,6 +43,56 @@ def test_the_clock_gives_each_interval_to_its_phase_and_a_pause_to_none(monkeypa
     # the first step pays for what others find ready
     assert list(clock.recent_steps) == [15.0, 15.0]
     assert (clock.usual_step, clock.last_pause) == (15.0, 1000.0)
+
+
+class Event:
+    """A GPU's event as torch offers it: the GPU is `lag` seconds behind the host."""
+
+    now = 0.0
+    lag = 5.0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self) -> None:
+        self.time, self.is_waited_for = Event.now, False
+
+    def query(self) -> bool:
+        return self.is_waited_for or Event.now >= self.time + Event.lag
+
+    def synchronize(self) -> None:
+        Event.now = max(Event.now, self.time + Event.lag)
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.query()
+        assert later.query()
+        return (later.time - self.time) * 1e3
+
+
+def test_the_clock_of_a_gpu_waits_only_when_it_is_settled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = CudaStepClock()
+    clock.start()
+    for _ in range(100):
+        for phase in ("data", "forward", "backward"):
+            Event.now += 1.0
+            clock.mark(phase)
+        Event.now += 3.0
+        before = Event.now
+        clock.mark("optimizer", ends_step=True)
+        assert Event.now == before
+    # the last marks are not over yet, older events were read and are used again
+    assert not clock.is_settled
+    assert Event.made < 20
+    clock.pause()
+    Event.now += 1000.0
+    clock.mark("data")
+    clock.settle()
+    assert clock.is_settled
+    assert clock.seconds == {"data": 100, "forward": 100, "backward": 100, "optimizer": 300, "other": 0}
+    assert (clock.usual_step, clock.last_pause) == (6.0, 1000.0)
 
 
 def test_rates_are_those_of_the_steps_between_two_logs():

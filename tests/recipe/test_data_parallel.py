@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from afmoe.run_difference import compare
+from afmoe.step_records import read_records
 from tests.recipe.conftest import TINY, Result
 from tests.recipe.test_runs import weights
 
@@ -45,6 +47,13 @@ def test_two_processes_equal_one(sft_process: Callable[..., Result], tmp_path: P
     # measured 2e-7: sums in another order
     for name in ("train/loss", "val/loss"):
         assert single[name] == pytest.approx(parallel[name], rel=1e-5), name
+    # step by step, sums over the ranks: every routed copy, figures to the order of sums (measured 2e-7)
+    records = [read_records(outputs / name / "steps.jsonl") for name in ("one", "two")]
+    found = compare(*records)
+    assert found is not None
+    assert found.steps == [1, 2, 3, 4, 5, 6]
+    assert "counts" not in found.largest
+    assert found.is_within(1e-5), found.largest
     ours, theirs = weights(outputs / "one"), weights(outputs / "two")
     for name, tensor in ours.items():
         difference = torch.linalg.vector_norm(tensor - theirs[name])
