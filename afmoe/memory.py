@@ -1,4 +1,4 @@
-"""The section `memory` of a run, set on a model that was built. docs/training.md weighs the choices."""
+"""The section `memory` of a run, set on a model that was built. docs/memory.md weighs the choices."""
 
 from __future__ import annotations
 

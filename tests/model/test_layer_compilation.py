@@ -18,7 +18,7 @@ from afmoe.hardware import Hardware, has_cxx_compiler
 from afmoe.memory import check_memory_settings, use_memory_settings
 from afmoe.moe.statistics import count_routing
 
-FIELDS = {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}
+FIELDS: dict[str, Any] = {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}
 """Dense and sliding, with experts and sliding (twice), with experts and full."""
 
 
@@ -32,7 +32,8 @@ def step(model: AfmoeForCausalLM, seed: int) -> tuple[Tensor, dict[str, Tensor],
     with count_routing(model):
         loss = model(ids, positions, ids, attention_mask=mask).loss
     loss.backward()
-    return loss.detach(), gradients(model), [block.statistics.counts_E for block in iter_moe_blocks(model)]
+    counts = [block.statistics.counts_E for block in iter_moe_blocks(model) if block.statistics]
+    return loss.detach(), gradients(model), counts
 
 
 def compiled_by(backend: str, model: AfmoeForCausalLM, mode: str, **options: Any) -> AfmoeForCausalLM:

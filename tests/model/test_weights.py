@@ -125,6 +125,28 @@ def test_a_model_on_the_meta_device_can_be_filled_later():
     assert torch.equal(model.eval()(ids).logits, source(ids).logits)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@torch.no_grad()
+def test_drawing_fills_every_weight_and_buffer_once_room_was_made(is_tied: bool):
+    fields = {"tie_word_embeddings": is_tied, "attention_bias": True, "pad_token_id": 3}
+    with torch.device("meta"):
+        model = AfmoeForCausalLM(AfmoeConfig(**SMALL, **fields))
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(torch.nan)
+    torch.manual_seed(0)
+    model.init_weights()
+    assert [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()] == []
+    assert not model.model.embed_tokens.weight[3].any()
+    for block in iter_moe_blocks(model):
+        assert block.router.selection_bias.dtype == torch.float32
+        assert not block.router.selection_bias.any()
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(0)
+    model.init_weights()
+    assert all(torch.equal(tensor, first[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_computes_the_same(how: str):
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
