@@ -20,11 +20,12 @@ from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from afmoe.checkpoint import tensor_file
 from afmoe.checkpoint.atomic import disk_errors, write_text
 from afmoe.checkpoint.directory import checkpoint_name
+from afmoe.checkpoint.pretrained import ModelTensors, write_model
 from afmoe.config import RunConfig
 from afmoe.errors import ConfigError
+from afmoe.parallel.deepspeed import gathered_tensors
 
 Batch = dict[str, Any]
 _FAULT = "fault.json"
@@ -46,10 +47,6 @@ class Fault:
     micro_batches: list[list[Batch]]
     """By rank."""
     seeds: list[list[int]]
-
-    def weights(self) -> dict[str, Tensor]:
-        reader = tensor_file.TensorReader(self.directory)
-        return reader.read(reader.specs())
 
 
 def save_fault(
@@ -79,9 +76,11 @@ def save_fault(
                 "seeds": json.dumps(seeds),
             },
         )
+        gathered = gathered_tensors(trainer.strategy, module.model)
         if trainer.is_global_zero:
-            weights = {name: tensor.detach() for name, tensor in module.model.state_dict().items()}
-            tensor_file.write_tensors(directory, weights)
+            write_model(gathered or ModelTensors(module.model), directory, "canonical")
+        elif gathered is not None:
+            gathered.take_part()
     trainer.strategy.barrier("fault")
     if trainer.is_global_zero:
         record = {

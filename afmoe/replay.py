@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from afmoe.checkpoint.pretrained import load_weights
 from afmoe.config import AfmoeConfig, RunConfig
 from afmoe.fault_record import Fault
 from afmoe.hardware import detect_hardware
@@ -101,7 +102,7 @@ def _make_module(fault: Fault, config: RunConfig, trainer: pl.Trainer, accelerat
     scheduler = build(configure("scheduler", config.scheduler))
     module = AfmoeModule(model, optim=optim, scheduler=scheduler, seed=config.seed)
     trainer.precision_plugin.convert_module(module)
-    module.model.load_state_dict(fault.weights())
+    load_weights(module.model, fault.directory)
     module.model.on_weights_updated()
     return module.to(trainer.strategy.root_device).train()
 

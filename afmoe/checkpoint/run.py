@@ -61,7 +61,8 @@ def read_checkpoint(directory: Path | str) -> dict[str, Any]:
     directory = Path(directory)
     # raises when the directory is not whole
     read_marker(directory)
-    state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+    # mapped: ranks of one machine that read it together hold it once, and each only what it takes
+    state = torch.load(directory / STATE, map_location="cpu", weights_only=True, mmap=True)
     record = state.pop(_RECORD)
     reader = tensor_file.TensorReader(directory)
     tensors = reader.read(reader.specs())
