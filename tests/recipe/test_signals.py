@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from afmoe import register
 from afmoe.checkpoint.directory import checkpoint_step, newest_checkpoint
-from tests.recipe.conftest import TINY, Result
+from tests.recipe.conftest import RECIPE, TINY, Result
 from tests.recipe.test_runs import assert_same_weights, metrics, weights
 
 Run = Callable[..., Result]
@@ -208,3 +208,80 @@ def test_a_dead_process_holds_no_lock(tmp_path: Path, sft: Run) -> None:
         holder.wait()
     result = sft(*TINY, "run_name=a", "trainer.max_steps=1", "export.enabled=false")
     assert result.code == 0, result.err
+
+
+TWO_RANKS = ["trainer.devices=2", "trainer/strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=8"]
+
+NO_LENGTH = [override for override in TINY if not override.startswith("trainer.max_steps")]
+
+LOSS_OF_ONE_RANK = """
+    import importlib.util, os, signal
+    from dataclasses import dataclass
+    from pathlib import Path
+    from lightning.pytorch.callbacks import Callback
+    from afmoe import register
+
+    @register("callbacks", "rank_one")
+    class RankOne(Callback):
+        @dataclass(kw_only=True)
+        class Config:
+            pass
+
+        def __init__(self, config):
+            pass
+
+        def on_after_backward(self, trainer, pl_module):
+            # gradients are the ranks' sum and stay finite
+            if trainer.global_rank == 1 and trainer.global_step == 1:
+                pl_module.step_loss = pl_module.step_loss * float("inf")
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_rank == 1 and trainer.global_step == 4 and Path("ring").exists():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    # not by runpy: each rank starts what `sys.argv` says, which has to be this program
+    spec = importlib.util.spec_from_file_location("sft", {recipe!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_meets_all_ranks_answer_at_the_same_step(tmp_path: Path) -> None:
+    """A loss on rank 1 that is no number skips the step on rank 0 too; a signal to rank 1 ends both."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(LOSS_OF_ONE_RANK.format(recipe=str(RECIPE))))
+    option = tmp_path / "conf" / "callbacks" / "rank_one.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("rank_one: {name: rank_one}\n")
+    given = [f"hydra.searchpath=[file://{option.parent.parent}]", "callbacks=[load_balance,rank_one]"]
+
+    def start(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(program), *NO_LENGTH, *TWO_RANKS, *given, f"run_name={name}"],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    assert start("whole").returncode == 0
+    whole = tmp_path / "outputs" / "whole"
+    assert metrics(whole)["train/skipped_steps"] == 1
+
+    (tmp_path / "ring").touch()
+    stopped = start("a")
+    run = tmp_path / "outputs" / "a"
+    assert stopped.returncode == 75, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert metrics(run)["status"] == "interrupted"
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    assert checkpoint_step(newest) == 5
+    (tmp_path / "ring").unlink()
+    assert start("a").returncode == 0
+    assert_same_weights(weights(whole), weights(run))
+    assert metrics(run)["train/skipped_steps"] == 1
