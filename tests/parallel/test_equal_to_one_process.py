@@ -99,6 +99,25 @@ def test_every_stage_optimizer_and_accumulation_equals_one_process(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_checkpointing_over_all_to_all_changes_no_bit(tmp_path: Path) -> None:
+    """Backward sends tokens again: every rank has to, in the same order, whatever it holds."""
+    cases = [
+        Case(kind, 2, zero(1, 2), checkpointing=kind, steps=20, max_steps=20)
+        for kind in ("none", "full", "selective")
+    ]
+    train(cases, tmp_path, world_size=2, timeout_seconds=300)
+    kept = result(tmp_path, "none")
+    assert len(kept["losses"]) == 20
+    for kind in ("full", "selective"):
+        again = result(tmp_path, kind)
+        assert again["losses"] == kept["losses"]
+        for part in ("gradients", "weights"):
+            for name, tensor in kept[part].items():
+                assert torch.equal(again[part][name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_replicas_stay_bitwise_equal(tmp_path: Path) -> None:
     train(FOUR, tmp_path, world_size=4, timeout_seconds=300)
     for case in FOUR:

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.config import AfmoeConfig
+from afmoe.config.run import MemoryConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.data.tokenizer import load_tokenizer
+from afmoe.memory import use_memory_settings
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.module import AfmoeModule
 from afmoe.optim.options import OptimOptions
@@ -47,6 +49,7 @@ class Case:
     fp32_router: bool = False
     freeze: list[str] = field(default_factory=list)
     tied: bool = False
+    checkpointing: str = "none"
     starved: bool = True
     """The experts of the last half get no token in the first MoE layer."""
     steps: int = 4
@@ -178,6 +181,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
             block.router.fp32 = True
     if case.starved:
         blocks[0].router.selection_bias[4:] = -10.0
+    use_memory_settings(model, MemoryConfig(activation_checkpointing=case.checkpointing))
     optim: Any
     if case.optimizer == "sgd":
         optim = Sgd(Sgd.Config(freeze=case.freeze))
