@@ -55,7 +55,8 @@ class RecordSteps(Callback):
         statistics = [
             block.statistics for block in iter_moe_blocks(pl_module) if block.statistics is not None
         ]
-        scalars = [pl_module.step_loss, pl_module.gradient_norm]
+        # DeepSpeed's norm is a number of the host
+        scalars = [pl_module.step_loss, pl_module.gradient_norm.to(pl_module.step_loss.device)]
         scalars += [counted.confidence_sum for counted in statistics]
         self._scalars.append(torch.stack(scalars))
         if statistics:

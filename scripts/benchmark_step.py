@@ -49,8 +49,11 @@ def main() -> None:
 
         @recipe(config_name="sft")
         def program(config: RunConfig) -> None:
+            interval = config.trainer.log_every_n_steps
+            if options.steps < (WARM_UP_BLOCKS + 2) * interval:
+                raise ConfigError(f"--steps must be at least {(WARM_UP_BLOCKS + 2) * interval}")
             clock = time.process_time if options.cpu_time else time.perf_counter
-            times.update(measure(config, clock), interval=[config.trainer.log_every_n_steps])
+            times.update(measure(config, clock), interval=[interval])
 
         program()
     figures = ratios(times, int(times.pop("interval")[0]))
@@ -167,8 +170,6 @@ def ratios(times: dict[str, list[float]], interval: int) -> dict[str, Any]:
         for name, seconds in times.items()
         if name != "interval"
     }
-    if len(blocks["trainer"]) < 2:
-        raise ConfigError(f"--steps must be at least {(WARM_UP_BLOCKS + 2) * interval + 1}")
     found = [ours / bare for ours, bare in zip(blocks["trainer"], blocks["bare loop"], strict=True)]
     first, median, third = statistics.quantiles(found, n=4)
     return {
