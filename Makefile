@@ -19,6 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 TORCH := $(shell grep '^torch==' constraints.txt)
+DEEPSPEED := $(shell grep '^deepspeed==' constraints.txt)
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: sft setup test test-all test-oldest check clean
@@ -34,7 +35,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install $(PIP_FLAGS) -e '.[dev]' setuptools wheel
-	DS_BUILD_OPS=0 $(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[deepspeed]'
+	DS_BUILD_OPS=0 $(BIN)/pip install $(PIP_FLAGS) --no-build-isolation $(DEEPSPEED)
 	touch $@
 
 # Triton kernels are interpreted and compiled without a GPU. A CUDA build of torch brings the triton that it needs

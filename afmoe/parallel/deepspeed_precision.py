@@ -48,7 +48,7 @@ class AfmoeDeepSpeedPrecision(DeepSpeedPrecision):
         engine.step()
         if is_whole and self.stage:
             # what ZeRO clipped by, infinite where it left the step out; without ZeRO the module clips
-            model.gradient_norm = torch.as_tensor(engine.optimizer._global_grad_norm)
+            model.gradient_norm = torch.as_tensor(engine.optimizer._global_grad_norm, device=model.device)
             model.bad_step = model.find_bad_step()
         return result
 

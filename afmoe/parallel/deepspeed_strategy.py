@@ -62,7 +62,7 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         with without_shm_comm():
             DDPStrategy.setup_environment(self)
         if self.ep_size > 1 and self.expert_ranks is None:
-            self.expert_ranks = ExpertRanks(self.ep_size)
+            self.expert_ranks = ExpertRanks(self.ep_size, self.root_device)
 
     def setup_distributed(self) -> None:
         # as Lightning's, without its check that devices have numbers
@@ -128,14 +128,19 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
 
     def _engine(self, model: nn.Module, config: Any, **trained: Any) -> Any:
         engine, *_ = deepspeed.initialize(
-            # DeepSpeed wants a number for a CPU too
-            args=argparse.Namespace(device_rank=self.local_rank),
+            args=argparse.Namespace(device_rank=self._device_number),
             config=config,
             model=model,
             dist_init_required=False,
             **trained,
         )
         return engine
+
+    @property
+    def _device_number(self) -> int:
+        """DeepSpeed wants one for a CPU too."""
+        index = self.root_device.index
+        return self.local_rank if index is None else index
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)

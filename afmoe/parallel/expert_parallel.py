@@ -41,12 +41,12 @@ class ExpertParallelMarker(MoE):
 class ExpertRanks:
     """Who shares the experts: `ep_size` consecutive ranks have one whole set of them."""
 
-    def __init__(self, ep_size: int) -> None:
-        """Makes DeepSpeed's groups; every rank has to."""
+    def __init__(self, ep_size: int, device: torch.device) -> None:
+        """Makes DeepSpeed's groups, which communicate on `device`; every rank has to."""
         name = group_name(ep_size)
         if name not in groups._get_expert_parallel_group_dict():
             groups._create_expert_and_data_parallel(ep_size)
-        self.ep_size = ep_size
+        self.ep_size, self.device = ep_size, device
         self.group: Any = groups._get_expert_parallel_group(name)
         """The ranks that share one set."""
         self.rank = dist.get_rank(self.group)
@@ -75,8 +75,10 @@ class ExpertRanks:
 
     def gather(self, local: Tensor) -> Tensor:
         """Every expert of a stacked tensor; each rank gives its own."""
+        # after training the model lies on the CPU, where NCCL does not reach
+        local = local.to(self.device).contiguous()
         parts = [torch.empty_like(local) for _ in range(self.ep_size)]
-        dist.all_gather(parts, local.contiguous(), group=self.group)
+        dist.all_gather(parts, local, group=self.group)
         return torch.cat(parts)
 
     def mark_groups(self, param_groups: Iterable[dict[str, Any]]) -> None:

@@ -103,8 +103,9 @@ class Partitions:
         target.view(-1).narrow(0, fragment.start, fragment.size).copy_(piece)
 
     def set_scalar(self, parameter: nn.Parameter, value: Tensor, key: str) -> None:
-        """Set a state that the whole flat tensor shares, like AdamW's count of steps."""
-        self.optimizer.state[self.flat(parameter)][key] = value.clone()
+        """Set a state that the flat tensor shares, like the count of steps, where a fused step wants it."""
+        flat = self.flat(parameter)
+        self.optimizer.state[flat][key] = value.to(flat.device, copy=True)
 
     @torch.no_grad()
     def set_module_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
