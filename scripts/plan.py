@@ -22,9 +22,9 @@ from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, ScriptParser, script_errors
 from afmoe.planning import GIB, Plan, Setup, make_plan
 from afmoe.planning.advice import Change, ranked_changes
-from afmoe.planning.parts import total
+from afmoe.planning.parts import ALWAYS, total
 from afmoe.planning.shape_of_run import planned_shape
-from afmoe.planning.smallest import NUM_DEVICES, smallest
+from afmoe.planning.smallest import NUM_DEVICES, overrides_of, smallest
 
 MODELS = ("trinity_nano", "trinity_mini", "trinity_large")
 MEMORY_GIB = (80, 141)
@@ -174,6 +174,15 @@ def show(run_name: str, plan: Plan, changes: list[Change], memory_gib: float) ->
                 change.overrides, gib(change.saved_bytes), gib(change.peak_bytes), fits + change.note
             )
         console.print(advice, highlight=False)
+        console.print(f"together: {together(setup, memory_gib)}", highlight=False)
+
+
+def together(setup: Setup, memory_gib: float) -> str:
+    """The least costly split of the same devices that fits, all else as planned."""
+    (found,) = smallest(setup, setup.num_ranks, [memory_gib])
+    if found is None:
+        return f"no split of {setup.num_ranks} devices fits with everything else as it is"
+    return f"{overrides_of(found.setup)}: {gib(found.peak_bytes)} GiB, fits"
 
 
 def describe(setup: Setup) -> str:
@@ -189,6 +198,8 @@ def describe(setup: Setup) -> str:
         f"checkpointing {setup.activation_checkpointing}",
         f"{setup.accumulate} x {setup.batch_size} x {setup.sequence_length} tokens a rank and step",
     ]
+    if setup.imbalance > 1:
+        parts.append(f"the busiest rank gets {setup.imbalance:g} x its share")
     return ", ".join(parts)
 
 
@@ -243,7 +254,8 @@ def cell(plan: Plan | None) -> str:
     if setup.activation_checkpointing != "none":
         parts.append(setup.activation_checkpointing)
     if setup.offload_optimizer:
-        parts.append(f"offload ({plan.host_bytes / GIB:.0f} host)")
+        on_host = sum(part.num_bytes for part in plan.parts if part.on_host and part.when == ALWAYS)
+        parts.append(f"offload ({on_host / GIB:.0f} on the host)")
     return f"{', '.join(parts)}: {plan.peak_bytes / GIB:.1f}"
 
 

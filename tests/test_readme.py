@@ -1,9 +1,9 @@
 """The pages say what works: blocks of all can be read, those of README.md and docs/plugins.md are run.
 
-Run means: the line as it stands, in an empty folder beside a copy of `recipes/` and `scripts/`, through stand-ins on PATH
-that make it small. `python recipes/sft.py ...` gets a tiny model and a hundredth of each number of steps;
-`pip install` goes to a folder of its own and fetches nothing; `make sft` is the command of the Makefile's
-recipe (its set-up is what CI runs).
+Run means: the line as it stands, in an empty folder beside a copy of `recipes/` and `scripts/`, through
+stand-ins on PATH that make it small. `python recipes/sft.py ...` gets a tiny model and a hundredth of each
+number of steps; `pip install` goes to a folder of its own and fetches nothing; `make sft` is the command of
+the Makefile's recipe (its set-up is what CI runs).
 """
 
 from __future__ import annotations

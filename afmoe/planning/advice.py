@@ -75,21 +75,26 @@ def _of_activations(setup: Setup) -> Iterator[Candidate]:
 def _of_states(setup: Setup) -> Iterator[Candidate]:
     if setup.device_type == "cuda" and setup.precision == "32-true":
         yield "trainer.precision=bf16-mixed", {"precision": "bf16-mixed"}, "fp32 weights stay"
-    if setup.precision != "bf16-true":
+    # DeepSpeed keeps fp32 weights behind bf16 ones in its stages 1 and 2
+    if setup.precision != "bf16-true" and (setup.strategy != "deepspeed" or setup.zero_stage in (1, 2)):
         yield "trainer.precision=bf16-true", {"precision": "bf16-true"}, "fp32 weights in the optimizer only"
-    if setup.optimizer == "adamw" and setup.zero_stage == 0:
+    if setup.optimizer == "adamw" and not setup.offload_optimizer and setup.zero_stage != 3:
         yield "optim=muon", {"optimizer": "muon"}, "another optimizer: one average of a matrix, not two"
-    if setup.num_ranks > 1 and setup.optimizer == "adamw":
-        stages = (1, 2) if setup.ep_size > 1 else (1, 2, 3)
-        for stage in stages:
-            if stage > setup.zero_stage:
-                chosen = "" if setup.strategy == "deepspeed" else "trainer/strategy=deepspeed "
-                yield (
-                    f"{chosen}trainer.strategy.stage={stage}",
-                    {"strategy": "deepspeed", "stage": stage},
-                    "what ZeRO shares, over all ranks",
-                )
-    if setup.zero_stage in (1, 2) and not setup.offload_optimizer:
+    for stage in (1, 2, 3) if setup.num_ranks > 1 else ():
+        is_possible = stage < 3 or (
+            setup.ep_size == 1
+            and setup.optimizer == "adamw"
+            and setup.precision != "bf16-true"
+            and not setup.offload_optimizer
+        )
+        if stage > setup.zero_stage and is_possible:
+            chosen = "" if setup.strategy == "deepspeed" else "trainer/strategy=deepspeed "
+            yield (
+                f"{chosen}trainer.strategy.stage={stage}",
+                {"strategy": "deepspeed", "stage": stage},
+                "what ZeRO shares, over all ranks",
+            )
+    if setup.zero_stage in (1, 2) and not setup.offload_optimizer and setup.optimizer == "adamw":
         yield (
             "trainer.strategy.offload_optimizer=true",
             {"offload_optimizer": True},
@@ -106,21 +111,16 @@ def _of_states(setup: Setup) -> Iterator[Candidate]:
 
 
 def _of_ranks(setup: Setup) -> Iterator[Candidate]:
-    if setup.optimizer != "adamw":
-        return
     stage = setup.zero_stage if setup.zero_stage in (1, 2) else 1
-    experts = {"strategy": "deepspeed", "stage": stage, "dispatch": _dispatch(setup)}
-    chosen = (
-        ""
-        if setup.ep_size > 1
-        else (
-            f" trainer/strategy=deepspeed trainer.strategy.stage={stage} moe/dispatch={experts['dispatch']}"
-        )
-    )
+    experts = {"strategy": "deepspeed", "stage": stage, "dispatch": several_ranks_dispatch(setup)}
+    more = ""
+    if setup.ep_size == 1:
+        strategy = "" if setup.strategy == "deepspeed" else " trainer/strategy=deepspeed"
+        more = f"{strategy} trainer.strategy.stage={stage} moe/dispatch={experts['dispatch']}"
     double = setup.ep_size * 2
     if setup.num_ranks % double == 0 and setup.model.num_experts % double == 0:
         yield (
-            f"trainer.strategy.ep_size={double}{chosen}",
+            f"trainer.strategy.ep_size={double}{more}",
             {**experts, "ep_size": double},
             "experts over more ranks",
         )
@@ -138,5 +138,6 @@ def _of_ranks(setup: Setup) -> Iterator[Candidate]:
             )
 
 
-def _dispatch(setup: Setup) -> str:
+def several_ranks_dispatch(setup: Setup) -> str:
+    """The chosen dispatch, or where one rank has all experts the one that needs nothing else."""
     return setup.dispatch if setup.dispatch != "local" else "all_to_all"

@@ -1,7 +1,7 @@
 """One rank's memory: states, copies of weights, activations, and what is held for a moment.
 
 Peak = what is always there + the larger of (activations, the last layer's backward or the loss, communication
-buffers) and (what the optimizer's step holds). Fragmentation of the allocator is not counted.
+buffers) and (what the optimizer's step holds), and on a GPU two constants beside.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections import Counter
 from afmoe.planning.kept import ends_bytes, layer_bytes, rotary_bytes
 from afmoe.planning.kept_experts import expert_casts, expert_weights, stored_copies
 from afmoe.planning.parameters import Parameter, parameters, shapes
-from afmoe.planning.parts import BACKWARD, START, Part
+from afmoe.planning.parts import BACKWARD, START, Part, peak
 from afmoe.planning.recomputed import kept_under_checkpointing, recomputed_at_once
 from afmoe.planning.setup import BF16, FP32, Setup
 from afmoe.planning.states import state_parts
 
 CUDA_CONTEXT = 1 << 30
 """Context, NCCL's channels, cuBLAS workspaces: taken before the first tensor."""
+GAPS = 0.05
+"""Of all tensors together: what torch's allocator holds and cannot use."""
 LOSS_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
 """Logits of a chunk of the loss (`afmoe.chunked_cross_entropy`), and of one block of its softmax."""
 LOSS_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -34,6 +36,7 @@ def memory_parts(setup: Setup) -> list[Part]:
     parts += _moments(setup, held)
     parts += _communication(setup, held)
     if setup.device_type == "cuda":
+        parts.append(Part("reserved", "allocator's gaps", round(GAPS * peak(parts))))
         parts.append(Part("reserved", "CUDA context", CUDA_CONTEXT))
         # every process makes the model before its part of it goes to the device
         whole = FP32 * sum(math.prod(shape) for _, shape in shapes(setup.model))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from afmoe.planning import GIB, Plan, make_plan
+from afmoe.planning.advice import several_ranks_dispatch
 from afmoe.planning.memory import memory_parts
 from afmoe.planning.parts import peak
 from afmoe.planning.setup import Setup
@@ -34,7 +35,8 @@ def smallest(base: Setup, num_devices: int, memories_gib: Sequence[float]) -> li
 
 def _setups(base: Setup, num_devices: int) -> Iterator[Setup]:
     sizes = [size for size in NUM_DEVICES if num_devices % size == 0 and base.model.num_experts % size == 0]
-    for ep_size, stage, level, offload in itertools.product(sizes, (1, 2), _LEVELS, (False, True)):
+    places = (False, True) if base.optimizer == "adamw" else (False,)
+    for ep_size, stage, level, offload in itertools.product(sizes, (1, 2), _LEVELS, places):
         yield base.but(
             num_ranks=num_devices,
             strategy="deepspeed",
@@ -42,10 +44,20 @@ def _setups(base: Setup, num_devices: int) -> Iterator[Setup]:
             ep_size=ep_size,
             offload_optimizer=offload,
             activation_checkpointing=level,
-            dispatch="all_to_all" if ep_size > 1 else "local",
+            dispatch=several_ranks_dispatch(base) if ep_size > 1 else "local",
         )
 
 
 def _cost(setup: Setup) -> tuple[int, ...]:
     level = _LEVELS.index(setup.activation_checkpointing)
     return setup.offload_optimizer, setup.ep_size > _NODE, level, setup.ep_size, setup.stage
+
+
+def overrides_of(setup: Setup) -> str:
+    """What chooses the split of `setup`, as typed on the recipe's command line."""
+    parts = ["trainer/strategy=deepspeed", f"trainer.strategy.stage={setup.stage}"]
+    if setup.ep_size > 1:
+        parts += [f"trainer.strategy.ep_size={setup.ep_size}", f"moe/dispatch={setup.dispatch}"]
+    if setup.offload_optimizer:
+        parts.append("trainer.strategy.offload_optimizer=true")
+    return " ".join([*parts, f"memory.activation_checkpointing={setup.activation_checkpointing}"])

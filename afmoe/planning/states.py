@@ -83,35 +83,49 @@ def _weight_bytes(setup: Setup, parameter: Parameter) -> int:
 
 def _whole_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
     """Every rank steps every parameter that it holds."""
-    narrow = [one for one in trained if one.num_bytes_each == BF16]
-    has_copies = setup.strategy != "deepspeed"
     parts = []
-    if narrow and has_copies:
-        numel = sum(one.numel for one in narrow)
+    narrow = sum(one.numel for one in trained if one.num_bytes_each == BF16)
+    if narrow:
         parts = [
-            Part("optimizer", "fp32 weights", FP32 * numel),
-            Part("optimizer", "fp32 gradients", FP32 * numel, STEP),
+            Part("optimizer", "fp32 weights", FP32 * narrow),
+            Part("optimizer", "fp32 gradients", FP32 * narrow, STEP),
         ]
     if setup.optimizer == "muon":
-        matrices = [one for one in trained if one.is_hidden_matrix]
-        parts.append(Part("optimizer", "momentum", FP32 * sum(one.numel for one in matrices)))
+        matrices = sum(one.numel for one in trained if one.is_hidden_matrix)
+        parts.append(Part("optimizer", "momentum", FP32 * matrices))
         trained = [one for one in trained if not one.is_hidden_matrix]
-    # without fp32 copies the averages have the weights' dtype; and a step count each
-    averages = sum(one.numel * (ADAM_BYTES if has_copies else 2 * one.num_bytes_each) for one in trained)
-    return [*parts, Part("optimizer", "AdamW averages", averages + FP32 * len(trained))]
+    # and a count of steps each
+    averages = ADAM_BYTES * sum(one.numel for one in trained) + FP32 * len(trained)
+    return [*parts, Part("optimizer", "AdamW averages", averages)]
 
 
 def _sharded_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
-    sizes = shares(setup, trained).values()
-    share = sum(sizes)
+    sizes = shares(setup, trained)
+    share = sum(sizes.values())
     on_host = setup.offload_optimizer
-    parts = [
-        Part("optimizer", "fp32 weights", FP32 * share, on_host=on_host),
-        Part("optimizer", "AdamW averages", ADAM_BYTES * share + FP32 * len(sizes), on_host=on_host),
-    ]
+    parts = [Part("optimizer", "fp32 weights", FP32 * share, on_host=on_host)]
+    averaged = list(sizes.values())
+    if setup.optimizer == "muon":
+        matrices = [size for (_, is_matrix, _), size in sizes.items() if is_matrix]
+        averaged = [size for (_, is_matrix, _), size in sizes.items() if not is_matrix]
+        parts.append(Part("optimizer", "momentum", FP32 * sum(matrices)))
+        parts.append(Part("optimizer", "whole matrices of a group", _muon_step(setup, sizes), STEP))
+    averages = ADAM_BYTES * sum(averaged) + FP32 * len(averaged)
+    parts.append(Part("optimizer", "AdamW averages", averages, on_host=on_host))
     if on_host:
         parts.append(Part("optimizer", "gradients of the share", FP32 * share, on_host=True))
     else:
         # a group's gradients, copied into one tensor
-        parts.append(Part("optimizer", "gradients of a group", FP32 * max(sizes, default=0), STEP))
+        parts.append(Part("optimizer", "gradients of a group", FP32 * max(sizes.values(), default=0), STEP))
     return parts
+
+
+def _muon_step(setup: Setup, sizes: dict[tuple[bool, bool, int], int]) -> int:
+    """Weights, gradients, momenta of the largest group that ranks share, put together; and one in pieces."""
+    ranks = {True: setup.num_expert_replicas, False: setup.num_ranks}
+    gathered = [
+        size * ranks[is_expert]
+        for (is_expert, is_matrix, _), size in sizes.items()
+        if is_matrix and ranks[is_expert] > 1
+    ]
+    return 4 * FP32 * max(gathered, default=0)

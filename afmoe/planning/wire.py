@@ -89,12 +89,19 @@ def _gradients(setup: Setup, trained: list[Parameter]) -> list[Traffic]:
 def _weights(setup: Setup, trained: list[Parameter]) -> list[Traffic]:
     if setup.zero_stage in (1, 2):
         # each group's new weights, once a step
-        size, count = 0.0, 0
-        for (is_expert, _, each), share in shares(setup, trained).items():
+        size = count = muon_size = muon_count = 0
+        for (is_expert, is_matrix, each), share in shares(setup, trained).items():
             num_ranks = setup.num_expert_replicas if is_expert else setup.num_ranks
             size += share * each * (num_ranks - 1)
             count += num_ranks > 1
-        return [Traffic("weights gathered", round(size), count)]
+            if setup.optimizer == "muon" and is_matrix:
+                # weights, gradients and momenta, for a step on whole matrices
+                muon_size += 3 * FP32 * share * (num_ranks - 1)
+                muon_count += 3 * (num_ranks > 1)
+        return [
+            Traffic("matrices put together", muon_size, muon_count),
+            Traffic("weights gathered", size, count),
+        ]
     if setup.zero_stage == 3:
         # for forward, and again for backward
         times = 2 * setup.accumulate

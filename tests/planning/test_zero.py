@@ -19,6 +19,7 @@ SETUPS: list[dict[str, Any]] = [
     {"stage": 1, "ep_size": 2},
     {"stage": 2, "ep_size": 2, "accumulate": 2},
     {"stage": 2, "ep_size": 2, "precision": "bf16-true"},
+    {"stage": 1, "ep_size": 2, "optimizer": "muon"},
     {"stage": 3},
 ]
 
@@ -39,7 +40,7 @@ def test_shares_and_traffic_are_those_of_two_ranks(tmp_path: Path) -> None:
             setup = setup_of(config(), **change)
             planned = state_parts(setup)
             kept = [part for part in planned if part.when != STEP]
-            for name in ("fp32 weights", "AdamW averages"):
+            for name in ("fp32 weights", "AdamW averages", "momentum"):
                 assert total(kept, "optimizer", name) == real[name], (change, name)
             weights = total(planned, "weights") - total(planned, "weights", "buffers")
             if setup.stage < 3:

@@ -94,19 +94,20 @@ def measure(changes: dict[str, Any], counting: Counting) -> dict[str, int]:
     )
     module = AfmoeModule(
         model,
-        optim=build(configure("optim", "adamw")),
+        optim=build(configure("optim", setup.optimizer)),
         scheduler=build(configure("scheduler", "constant")),
         seed=1,
     )
     trainer.fit(module, data)
     zero: Any = trainer.strategy.model.optimizer  # pyright: ignore[reportOptionalMemberAccess]
     masters = zero.fp32_partitioned_groups_flat if setup.stage == 3 else zero.single_partition_of_fp32_groups
-    states = [value for state in zero.optimizer.state.values() for value in state.values()]
+    states = [item for state in zero.optimizer.state.values() for item in state.items()]
     weights = [getattr(one, "ds_tensor", one) for one in model.parameters()]
     return {
         "weights": num_bytes(*weights),
         "fp32 weights": num_bytes(*masters),
-        "AdamW averages": num_bytes(*states),
+        "AdamW averages": num_bytes(*(value for key, value in states if key != "momentum_buffer")),
+        "momentum": num_bytes(*(value for key, value in states if key == "momentum_buffer")),
         "reduced": counting.reduced,
         "gathered": counting.gathered,
     }
