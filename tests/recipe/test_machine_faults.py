@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 
 from afmoe.checkpoint.directory import newest_checkpoint, whole_checkpoints
-from tests.recipe.conftest import RECIPE, TINY, Result
+from tests.recipe.conftest import RECIPE, TINY, Result, load_recipe
 from tests.recipe.test_runs import assert_same_weights, metrics, weights
 
 Run = Callable[..., Result]
+SLOW = pytest.mark.slow
 
 
 def run_limited(folder: Path, limit: str, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +66,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_checkpoint_before_stays(sft: R
     assert "from step 2" in resumed.out + resumed.err
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))"
     stopped = run_limited(tmp_path, limit, "run_name=a")
@@ -113,11 +115,11 @@ def truncate(path: Path) -> None:
     ("name", "harm", "reason"),
     [
         ("model.safetensors", flip_a_bit, "model.safetensors is damaged: its checksum is another"),
-        ("training_state.pt", flip_a_bit, "training_state.pt is damaged"),
-        ("training_state.pt", truncate, "instead of"),
-        ("model.safetensors", Path.unlink, "model.safetensors is missing"),
         ("complete", Path.unlink, "the file `complete` is missing"),
-        ("complete", truncate, None),
+        pytest.param("training_state.pt", flip_a_bit, "training_state.pt is damaged", marks=SLOW),
+        pytest.param("training_state.pt", truncate, "instead of", marks=SLOW),
+        pytest.param("model.safetensors", Path.unlink, "model.safetensors is missing", marks=SLOW),
+        pytest.param("complete", truncate, None, marks=SLOW),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken(
@@ -143,10 +145,12 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken(
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with two checkpoints; beside it the same of six steps, called `whole`."""
     folder = tmp_path_factory.mktemp("finished")
-    for name, steps in (("a", 4), ("whole", 6)):
-        overrides = [f"run_name={name}", f"trainer.max_steps={steps}", "scheduler=constant"]
-        command = [sys.executable, str(RECIPE), *TINY, *overrides, "export.enabled=false"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, steps in (("a", 4), ("whole", 6)):
+            overrides = [f"run_name={name}", f"trainer.max_steps={steps}", "scheduler=constant"]
+            patch.setattr(sys, "argv", ["sft.py", *TINY, *overrides, "export.enabled=false"])
+            load_recipe().main()
     return folder / "outputs" / "a"
 
 

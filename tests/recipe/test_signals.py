@@ -148,6 +148,7 @@ def test_a_signal_at_one_stage_leaves_a_run_that_continues_bitwise(
     assert_same_run(tmp_path / "outputs" / "whole", run)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_validation_leaves_a_run_that_the_next_start_ends(
     ringing: Run, tmp_path: Path
 ) -> None:
