@@ -20,7 +20,7 @@ from tests.recipe.test_runs import assert_same_weights, weights
 INTERVAL = 5
 OVERRIDES = [
     *TINY,
-    "trainer.max_steps=400",
+    "trainer.max_steps=200",
     "trainer.val_check_interval=30",
     f"checkpoint.every_n_steps={INTERVAL}",
     "data.batch_size=1",
