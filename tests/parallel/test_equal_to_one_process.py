@@ -81,6 +81,9 @@ def test_every_rank_holds_its_half_of_the_experts(two_ranks: Path) -> None:
             local = of_rank(two_ranks, "z1-sgd", rank)[name]
             is_shared = ".experts." in name
             assert torch.equal(local, weight.chunk(2)[rank] if is_shared else weight), name
+    experts = [name for name in whole if ".experts." in name]
+    mine = sum(of_rank(two_ranks, "z1-sgd", 0)[name].nbytes for name in experts)
+    assert mine <= 0.55 * sum(whole[name].nbytes for name in experts)  # 0.50, and gradients alike
 
 
 @pytest.mark.slow
