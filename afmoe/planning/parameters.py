@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from afmoe.config import AfmoeConfig
 from afmoe.planning.setup import FP32, Setup
@@ -22,21 +23,21 @@ class Parameter:
     is_trained: bool
     num_bytes_each: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.numel * self.num_bytes_each
 
-    @property
+    @cached_property
     def is_hidden_matrix(self) -> bool:
         """What decays, and what Muon moves (`afmoe.optim.groups`)."""
         others = ("embed_tokens.", "lm_head.", "router.")
         return len(self.shape) >= 2 and not any(part in self.name for part in others)
 
-    @property
+    @cached_property
     def group(self) -> tuple[bool, bool, int]:
         """What ZeRO makes one flat tensor of: (experts, decay, dtype)."""
         return self.is_expert, self.is_hidden_matrix, self.num_bytes_each
