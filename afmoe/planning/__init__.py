@@ -42,14 +42,8 @@ class Plan:
 
 
 def least_bytes(setup: Setup) -> int:
-    """Weights, gradients and optimizer states of a rank: what no batch size makes smaller.
-
-    On the device; on a CPU, whose memory is the host's, all of it.
-    """
-    is_cpu = setup.device_type == "cpu"
-    return sum(
-        part.num_bytes for part in state_parts(setup) if part.when == ALWAYS and (is_cpu or not part.on_host)
-    )
+    """Weights, gradients and optimizer states on the device: what no batch size makes smaller."""
+    return sum(part.num_bytes for part in state_parts(setup) if part.when == ALWAYS and not part.on_host)
 
 
 def make_plan(setup: Setup) -> Plan:

@@ -94,7 +94,8 @@ def _of_states(setup: Setup) -> Iterator[Candidate]:
                 {"strategy": "deepspeed", "stage": stage},
                 "what ZeRO shares, over all ranks",
             )
-    if setup.zero_stage in (1, 2) and not setup.offload_optimizer and setup.optimizer == "adamw":
+    can_offload = setup.device_type == "cuda" and setup.optimizer == "adamw"
+    if setup.zero_stage in (1, 2) and can_offload and not setup.offload_optimizer:
         yield (
             "trainer.strategy.offload_optimizer=true",
             {"offload_optimizer": True},

@@ -35,7 +35,7 @@ def smallest(base: Setup, num_devices: int, memories_gib: Sequence[float]) -> li
 
 def _setups(base: Setup, num_devices: int) -> Iterator[Setup]:
     sizes = [size for size in NUM_DEVICES if num_devices % size == 0 and base.model.num_experts % size == 0]
-    places = (False, True) if base.optimizer == "adamw" else (False,)
+    places = (False, True) if base.optimizer == "adamw" and base.device_type == "cuda" else (False,)
     for ep_size, stage, level, offload in itertools.product(sizes, (1, 2), _LEVELS, places):
         yield base.but(
             num_ranks=num_devices,

@@ -102,7 +102,8 @@ def _whole_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
 def _sharded_states(setup: Setup, trained: list[Parameter]) -> list[Part]:
     sizes = shares(setup, trained)
     share = sum(sizes.values())
-    on_host = setup.offload_optimizer
+    # a CPU's memory is the host's
+    on_host = setup.offload_optimizer and setup.device_type == "cuda"
     parts = [Part("optimizer", "fp32 weights", FP32 * share, on_host=on_host)]
     averaged = list(sizes.values())
     if setup.optimizer == "muon":

@@ -10,6 +10,7 @@ import torch
 from afmoe.model import AfmoeForCausalLM
 from afmoe.optim.groups import freeze_parameters, is_hidden_matrix
 from afmoe.optim.master_weights import MasterWeights
+from afmoe.planning import least_bytes
 from afmoe.planning.parameters import parameters
 from afmoe.planning.parts import STEP, total
 from afmoe.planning.states import state_parts
@@ -103,3 +104,16 @@ def test_zero_shares_what_its_stage_says() -> None:
         assert bytes_of(stage, "optimizer") == pytest.approx(12 * numel / 8, abs=12 * padding + 16)
     assert bytes_of(1, "gradients") == 4 * numel
     assert bytes_of(2, "gradients") == pytest.approx(4 * numel / 8, abs=4 * padding)
+
+
+def test_states_on_the_host_leave_a_gpu_and_nothing_leaves_a_cpu() -> None:
+    kept = setup_of(config(), num_ranks=2, strategy="deepspeed", stage=1, device_type="cuda")
+    moved = kept.but(offload_optimizer=True)
+    on_host = sum(part.num_bytes for part in state_parts(moved) if part.on_host)
+    numel = sum(one.numel for one in parameters(kept))
+    # averages 8, fp32 weights 4, gradients 4 of half of the numbers
+    assert on_host == pytest.approx(16 * numel / 2, rel=0.001)
+    assert least_bytes(kept) - least_bytes(moved) == pytest.approx(12 * numel / 2, rel=0.001)
+    on_cpu = moved.but(device_type="cpu")
+    assert not any(part.on_host for part in state_parts(on_cpu))
+    assert least_bytes(on_cpu) == least_bytes(kept)
