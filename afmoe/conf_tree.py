@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from afmoe import CONF_DIRECTORY
 
-
 CHANGES_DEFAULTS = {"experiment", "debug"}
 """Groups whose options set values of others; null is a choice of them."""
 

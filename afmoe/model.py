@@ -67,7 +67,8 @@ class AfmoeModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, plugins) for index in range(config.num_hidden_layers)
         )
-        self.attention.layer_kinds = frozenset(layer.self_attn.is_sliding for layer in self.layers)
+        kinds = config.layer_types or []
+        self.attention.layer_kinds = frozenset(kind == SLIDING_ATTENTION for kind in kinds)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_order)
         self._has_warned_of_length = False
         self.init_weights()

@@ -107,7 +107,7 @@ def reset_counts(model: nn.Module) -> None:
         for total in (statistics.counts_E, statistics.confidence_sum, statistics.num_tokens)
     ]
     if totals:
-        torch._foreach_zero_(totals)
+        torch._foreach_zero_(totals)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def max_violation(counts_E: Tensor) -> Tensor:

@@ -108,8 +108,9 @@ class QuantizedCompute(ABC):
         x_RD = x_RD.to(product_dtype(x_RD))
         weights = (gate_LFD, up_LFD, down_LDF)
         if not self.emulates:
-            return self.kernels(x_RD, offsets_L, *weights, source)
-        return emulated_gated_mlp(x_RD, offsets_L, weights, self.rounded_weights, self.emulation, source)
+            return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, source)
+        emulated: Any = emulated_gated_mlp
+        return emulated(x_RD, offsets_L, weights, self.rounded_weights, self.emulation, source)
 
     @cached_property
     def kernels(self) -> KernelExperts:
