@@ -27,6 +27,7 @@ CUDA_CHUNK_ELEMENTS = 1 << 28
 _CPU_BLOCK_ELEMENTS = 1 << 20
 _CUDA_BLOCK_ELEMENTS = 1 << 26
 _VOCABULARY_SLICE = 1 << 14
+_TILE_ROWS = 128
 
 
 class HeadLoss(NamedTuple):
@@ -160,7 +161,7 @@ class _Chunks:
         self.weight_VD = weight_VD.to(plan.dtype)
         is_cuda = hidden_ND.is_cuda
         chunk_elements = CUDA_CHUNK_ELEMENTS if is_cuda else CPU_CHUNK_ELEMENTS
-        self.chunk_rows = min(num_rows, plan.chunk_tokens or max(1, chunk_elements // num_tokens))
+        self.chunk_rows = min(num_rows, plan.chunk_tokens or _fitting_rows(chunk_elements, num_tokens))
         # between the passes of the softmax a block stays in the cache
         self.block_rows = max(1, (_CUDA_BLOCK_ELEMENTS if is_cuda else _CPU_BLOCK_ELEMENTS) // num_tokens)
         self.losses_N = hidden_ND.new_empty(num_rows, dtype=wide)
@@ -222,6 +223,12 @@ class _Chunks:
             part = slice(start, start + _VOCABULARY_SLICE)
             product_XD = grad_CV[:, part].t() @ hidden_CD
             self.grad_weight_VD[part] = product_XD if is_first else self.grad_weight_VD[part] + product_XD
+
+
+def _fitting_rows(num_elements: int, num_tokens: int) -> int:
+    """Rows of logits, in whole tiles of a product where there are that many."""
+    rows = max(1, num_elements // num_tokens)
+    return rows // _TILE_ROWS * _TILE_ROWS or rows
 
 
 @torch.library.custom_op("afmoe::head_cross_entropy", mutates_args=())
