@@ -101,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
         inputs, gradients = ctx.saved_tensors, ctx.gradients
         if gradients is None:
             # a second backward through a graph that was kept: the first one gave its gradients away
-            _, _, *gradients = _compute(*inputs, plan=ctx.plan)
+            gradients = _compute(*inputs, plan=ctx.plan)[2:]
         ctx.gradients = None
         needed = (ctx.plan.needs_hidden, ctx.plan.needs_weight)
         scaled = [

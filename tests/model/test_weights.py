@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_a_model_on_the_meta_device_can_be_filled_later():
 @pytest.mark.parametrize("is_tied", [False, True])
 @torch.no_grad()
 def test_drawing_fills_every_weight_and_buffer_once_room_was_made(is_tied: bool):
-    fields = {"tie_word_embeddings": is_tied, "attention_bias": True, "pad_token_id": 3}
+    fields: dict[str, Any] = {"tie_word_embeddings": is_tied, "attention_bias": True, "pad_token_id": 3}
     with torch.device("meta"):
         model = AfmoeForCausalLM(AfmoeConfig(**SMALL, **fields))
     model.to_empty(device="cpu")
