@@ -39,6 +39,11 @@ class StepRecords:
     steps: dict[int, dict[str, Any]]
     """Figures by step."""
 
+    def until(self, last: int | None) -> StepRecords:
+        """Without the steps after `last`; None: all."""
+        steps = {step: figures for step, figures in self.steps.items() if last is None or step <= last}
+        return StepRecords(self.layers, steps)
+
 
 def read_records(path: Path) -> StepRecords:
     """Read all whole lines. Raises `ConfigError` when there is no such file or it is none of ours."""

@@ -45,6 +45,10 @@ def test_the_same_run_twice_is_bitwise_equal_and_another_seed_differs_at_the_fir
     assert 1e-4 < found["largest"]["loss"]["relative"] < 0.9
     assert compare("outputs/a", "outputs/other", "--tolerance", "1e-6", cwd=tmp_path)[0] == 1
 
+    code, text = compare("outputs/a", "outputs/other", "--until", "2", "--json", cwd=tmp_path)
+    assert (code, json.loads(text)["last_step"]) == (1, 2)
+    assert compare("outputs/a", "outputs/other", "--until", "0", cwd=tmp_path)[0] == 2
+
 
 def test_a_resumed_run_equals_the_uninterrupted_one(sft: Callable[..., Any], tmp_path: Path):
     # logs that fall on no checkpoint: the records up to it are written with it
