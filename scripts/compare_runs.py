@@ -5,10 +5,10 @@
 
 A and B are run folders (or their `steps.jsonl`): loss, gradient norm, learning rate, tokens, and of each
 layer with experts overload, confidence and a checksum of the routing counts. Steps that only one run has come
-before or after the others and are named, not judged; those after --until are left out: two runs whose sums were
-rounded otherwise part for good once a token goes to another expert. Exit code 0: equal, or within the
-tolerance; 1: not; 2: nothing to compare. With --tolerance the checksums, which have no size, are shown and not
-judged.
+before or after the others and are named, not judged; those after --until are left out: two runs whose sums
+were rounded otherwise part for good once a token goes to another expert. Exit code 0: equal, or within the
+tolerance; 1: not; 2: nothing to compare. With --tolerance the checksums, which have no size, are shown and
+not judged.
 """
 
 from __future__ import annotations
