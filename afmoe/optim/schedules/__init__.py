@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from afmoe.errors import ConfigError
 
@@ -39,6 +40,40 @@ class WarmupOptions:
         if self.warmup_fraction is not None:
             return round(total_steps * self.warmup_fraction)
         return min(self.warmup_steps, max(total_steps // 10, 1)) if self.warmup_steps else 0
+
+
+@dataclass(kw_only=True)
+class DecayOptions(WarmupOptions):
+    """Base of the `Config` of a schedule that decays over the whole run."""
+
+    minimum_ratio: float = 0.0
+    """Last learning rate as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("minimum_ratio", self.minimum_ratio)
+
+
+class WholeRunDecay:
+    """Base of a plugin whose rate falls from the end of the warm-up to the end of the run."""
+
+    needs_length = True
+    shape: ClassVar[str]
+    """Key of `DECAY_SHAPES`."""
+
+    def __init__(self, config: DecayOptions) -> None:
+        self.config = config
+
+    def factor(self, total_steps: int) -> Callable[[int], float]:
+        """Step number to the factor on the peak learning rate, see `curve`."""
+        warmup = self.config.num_warmup_steps(total_steps)
+        return curve(
+            total_steps,
+            warmup=warmup,
+            decay=total_steps - warmup,
+            shape=self.shape,
+            minimum_ratio=self.config.minimum_ratio,
+        )
 
 
 def check_share(name: str, value: float | None) -> None:
