@@ -170,9 +170,9 @@ def _unknown_key(key: str, config_name: str) -> str:
         section, _, name = section.rpartition(".")
         node = OmegaConf.select(config, section) if section else config
     where = f" in {section}" if section else ""
-    owners = [option for option in group_options(section.replace(".", "/")) if has_key(section, option, name)]
+    group = section.replace(".", "/")
+    owners = [option for option in group_options(group) if has_key(group, option, name)]
     if owners:
-        group = section.replace(".", "/")
         choice = " or ".join(f"{group}={option}" for option in owners)
         return f"unknown key {key}: the chosen {group} has no `{name}`; it belongs to {choice}"
     valid = [str(known) for known in node] if isinstance(node, DictConfig) else []

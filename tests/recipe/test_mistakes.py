@@ -39,6 +39,8 @@ WITHOUT_TORCH: dict[str, tuple[str, ...]] = {
     "trainer.accumulate_grad_batches=0": ("must be at least 1, got 0",),
     "data.max_length=0": ("data.min_length must lie in [1, max_length=0]", "3"),
     "data.train_files=[x.jsonl]": ("no `train_files`", "data=jsonl"),
+    "trainer.strategy.ep_size=2": ("no `ep_size`", "trainer/strategy=deepspeed"),
+    "moe.dispatch.transport=bf16": ("no `transport`", "moe/dispatch=all_to_all"),
     "data=jsonl": ("data.train_files is not given",),
     "data=jsonl data.train_files=[missing.jsonl]": ("no file missing.jsonl",),
     "hydra.run.dir=file.txt/run": ("file.txt/run", "choose another folder"),
