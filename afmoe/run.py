@@ -86,6 +86,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     """
     directory = Path(HydraConfig.get().runtime.output_dir).absolute()
     if global_rank() > 0:
+        if config.dry_run:
+            # rank 0 says it all
+            yield Run(directory, None, 0, True)
+            return
         run = _received_decision(directory)
         with log_to(directory / _log_name()):
             yield run
@@ -99,19 +103,22 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         if config.resume == "never" and _holds_a_run(directory):
             lock = _move_aside(directory, lock, config.overwrite)
         remove_leftovers(directory)
+        _forget_decisions(directory)
         run = _decide(config, directory)
         _hand_on(run)
         if run.finished:
+            # its decision stays: nothing tells when the other ranks have read it
             yield run
             return
-        with log_to(directory / _log_name()):
-            _say_it_goes_on(directory)
-            write_text(directory / "config.yaml", _as_yaml(config))
-            yield run
+        try:
+            with log_to(directory / _log_name()):
+                _say_it_goes_on(directory)
+                write_text(directory / "config.yaml", _as_yaml(config))
+                yield run
+        finally:
+            _forget_decisions(directory)
     finally:
         os.environ.pop(_DECISION, None)
-        for decision in directory.glob(".decision-*"):
-            decision.unlink()
         lock.close()
 
 
@@ -319,11 +326,6 @@ def _as_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-class _RunLog(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: a full disk is told by what the run has to write, once and in one line."""
-
-
 def _hand_on(run: Run) -> None:
     text = json.dumps(
         {**dataclasses.asdict(run), "directory": str(run.directory), "resume_from": _text(run.resume_from)}
@@ -332,6 +334,11 @@ def _hand_on(run: Run) -> None:
     launch = _launch_id()
     if launch is not None:
         write_text(run.directory / f".decision-{launch}", text)
+
+
+def _forget_decisions(directory: Path) -> None:
+    for decision in directory.glob(".decision-*"):
+        decision.unlink()
 
 
 def _received_decision(directory: Path, timeout_seconds: float = 300.0) -> Run:

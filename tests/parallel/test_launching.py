@@ -110,3 +110,12 @@ def test_torchrun_and_lightning_and_a_sweep_and_one_process_agree(tmp_path: Path
             assert other[name] == metrics[0][name]
     assert (tmp_path / "multirun/sweep/1/metrics.json").is_file()
     assert (tmp_path / "outputs/torchrun/sft.rank-1.log").is_file()
+    # the other ranks hear of what rank 0 decides alone, too, and none waits for it
+    again = [*TORCHRUN, str(RECIPE), *SHARED, "run_name=torchrun"]
+    for command, said in (
+        (again, "is finished at step 4"),
+        ([*again, "dry_run=true"], "nothing was trained"),
+    ):
+        result = run(command, tmp_path)
+        assert result.code == 0, result.err
+        assert (result.out + result.err).count(said) == 1
