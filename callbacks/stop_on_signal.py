@@ -72,7 +72,8 @@ class StopOnSignal(Callback):
         number = self.signals.received or 0
         if trainer.world_size == 1:
             return number
-        largest = trainer.strategy.reduce(torch.tensor(float(number), device=device), reduce_op="max")
+        # filled there: a number copied to a GPU is waited for
+        largest = trainer.strategy.reduce(torch.full((), float(number), device=device), reduce_op="max")
         self._answers.push(largest)
         return int(max(self._answers.read(wait=wait), default=0.0))
 
