@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import lightning.pytorch.callbacks
 from lightning.pytorch import LightningModule, Trainer
 
-from afmoe.config.checks import at_least, one_of
+from afmoe.config.checks import at_least, not_negative, one_of
 from afmoe.errors import ConfigError
 from afmoe.registry import register
 
@@ -30,10 +30,7 @@ class EarlyStopping(lightning.pytorch.callbacks.EarlyStopping):
         def __post_init__(self) -> None:
             one_of("callbacks.early_stopping.mode", self.mode, ("min", "max"))
             at_least("callbacks.early_stopping.patience", self.patience, 1)
-            if self.min_delta < 0:
-                raise ConfigError(
-                    f"callbacks.early_stopping.min_delta must not be negative, got {self.min_delta}"
-                )
+            not_negative("callbacks.early_stopping.min_delta", self.min_delta)
 
     def __init__(self, config: Config) -> None:
         super().__init__(

@@ -31,6 +31,14 @@ class SaveCheckpoints(Checkpoint):
         # the checkpoint that the run continues from stays as it is
         self._saved_step = run.resume_step or -1
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.config.best_metric is not None and not trainer.limit_val_batches:
+            raise ConfigError(
+                f"checkpoint.best_metric={self.config.best_metric} is a figure of the validation, and no row "
+                "is held out to validate on; set data.validation_fraction, data.validation_files or "
+                "trainer.limit_val_batches"
+            )
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -43,6 +51,9 @@ class SaveCheckpoints(Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            # also at the start: a name that is wrong is not to be found out after hours
+            self._check_metric(trainer)
         # before the first step and inside a step there is nothing to save
         micro_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         at_border = micro_batches % trainer.accumulate_grad_batches == 0
@@ -75,17 +86,20 @@ class SaveCheckpoints(Checkpoint):
     def _path(self, step: int) -> Path:
         return checkpoints_directory(self.run_directory) / checkpoint_name(step)
 
+    def _check_metric(self, trainer: Trainer) -> None:
+        metric = self.config.best_metric
+        known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+        if metric is not None and metric not in known:
+            raise ConfigError(
+                f"checkpoint.best_metric={metric} is not logged at validation; choose one of: "
+                f"{', '.join(known)}"
+            )
+
     def _is_best(self, trainer: Trainer) -> bool:
         metric = self.config.best_metric
         if metric is None:
             return False
-        known = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        if metric not in known:
-            raise ConfigError(
-                f"checkpoint.best_metric={metric} is not logged at validation; choose one of: "
-                f"{', '.join(sorted(known))}"
-            )
-        value = float(known[metric])
+        value = float(trainer.callback_metrics[metric])
         before = self.best_value
         # a comparison with NaN is false, so that NaN is never the best
         better = value == value and (

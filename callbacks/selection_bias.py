@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from afmoe.config.checks import positive
 from afmoe.errors import ConfigError
 from afmoe.registry import register
 from callbacks.moe_callback import MoeCallback
@@ -53,10 +54,7 @@ class SelectionBias(MoeCallback):
                     f"callbacks.selection_bias.rule must be one of {', '.join(_RULES)}, got {self.rule}"
                 )
             for name in ("rate", "kappa"):
-                if not getattr(self, name) > 0:
-                    raise ConfigError(
-                        f"callbacks.selection_bias.{name} must be positive, got {getattr(self, name)}"
-                    )
+                positive(f"callbacks.selection_bias.{name}", getattr(self, name))
             if not 0 <= self.momentum < 1:
                 raise ConfigError(
                     f"callbacks.selection_bias.momentum must lie in [0, 1), got {self.momentum}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from afmoe.errors import ConfigError
@@ -13,10 +14,16 @@ def at_least(name: str, value: int, bound: int) -> None:
         raise ConfigError(f"{name} must be at least {bound}, got {value}")
 
 
-def positive(name: str, value: float) -> None:
-    """Refuse zero, what lies below it, and NaN."""
-    if not value > 0:
-        raise ConfigError(f"{name} must be positive, got {value}")
+def positive(name: str, value: float, remedy: str = "") -> None:
+    """Refuse zero, what lies below it, NaN and infinity."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be positive and finite{remedy}, got {value}")
+
+
+def not_negative(name: str, value: float) -> None:
+    """Refuse what lies below zero, NaN and infinity."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number from 0, got {value}")
 
 
 def one_of(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from afmoe.config.checks import positive
 from afmoe.errors import ConfigError
 from afmoe.hardware import cpu_multiplies_bf16
 from afmoe.optim.groups import parameter_groups
@@ -59,8 +60,7 @@ class Muon:
             super().__post_init__()
             check_betas(self.betas)
             check_eps(self.eps)
-            if not self.adamw_lr > 0:
-                raise ConfigError(f"optim.adamw_lr must be positive, got {self.adamw_lr}")
+            positive("optim.adamw_lr", self.adamw_lr)
             if not 0 <= self.momentum < 1:
                 raise ConfigError(f"optim.momentum must lie in [0, 1), got {self.momentum}")
             for name, value, valid in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from afmoe.config.checks import not_negative, positive
 from afmoe.errors import ConfigError
 
 
@@ -23,14 +24,10 @@ class OptimOptions:
     """Pattern of parameter names -> factor on their learning rate; the first that matches counts."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError(f"optim.lr must be positive, got {self.lr}")
-        if self.weight_decay < 0:
-            raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
-        if self.gradient_clip is not None and not self.gradient_clip > 0:
-            raise ConfigError(
-                f"optim.gradient_clip must be positive, or null for no clipping, got {self.gradient_clip}"
-            )
+        positive("optim.lr", self.lr)
+        not_negative("optim.weight_decay", self.weight_decay)
+        if self.gradient_clip is not None:
+            positive("optim.gradient_clip", self.gradient_clip, ", or null for no clipping")
         if not isinstance(self.freeze, list) or not all(isinstance(one, str) for one in self.freeze):
             raise ConfigError(f"optim.freeze takes a list of patterns, got {self.freeze}")
         if not isinstance(self.rates, dict | None):
@@ -52,5 +49,4 @@ def check_betas(betas: list[float] | None) -> None:
 
 def check_eps(eps: float) -> None:
     """Refuse a term that keeps nothing from a division by zero."""
-    if not eps > 0:
-        raise ConfigError(f"optim.eps must be positive, got {eps}")
+    positive("optim.eps", eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -168,6 +169,16 @@ def test_factor_of_zero_and_a_text_are_refused() -> None:
     for rates in ({"*.router.*": 0}, {"*.router.*": "fast"}, {"*": True}):
         with pytest.raises(ConfigError, match=r"optim.rates: the factor of .* must be a positive number"):
             configure("optim", {"name": "adamw", "rates": rates})
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "option", ["adamw.lr", "adamw.weight_decay", "adamw.gradient_clip", "adamw.eps", "muon.adamw_lr"]
+)
+def test_what_is_no_finite_number_is_refused(option: str, value: float) -> None:
+    name, _, key = option.partition(".")
+    with pytest.raises(ConfigError, match=rf"optim.{key} must be .*finite.*, got {value}"):
+        configure("optim", {"name": name, key: value})
 
 
 def test_all_frozen_is_refused() -> None:

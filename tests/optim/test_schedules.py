@@ -63,6 +63,23 @@ def test_lengths_are_given_in_steps_or_as_a_share_of_the_run() -> None:
     assert factors("constant", 30, warmup_fraction=0.5)[13] < 1.0
 
 
+def test_a_decay_begins_at_the_end_of_the_warmup_at_the_earliest() -> None:
+    found = factors("wsd", 100, warmup_steps=10, decay_fraction=1.0)
+    assert found[9:11] == [1.0, 1.0]
+    assert found == [*found[:10], *sorted(found[10:], reverse=True)]
+
+
+def test_lengths_that_do_not_fit_into_the_run_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler.decay_steps=95 does not fit .* 90 of its 100 steps"):
+        factors("wsd", 100, warmup_steps=10, decay_steps=95)
+    with pytest.raises(ConfigError, match="together are more than the run"):
+        configure("scheduler", {"name": "wsd", "warmup_fraction": 0.5, "decay_fraction": 0.6})
+    factors("constant", 100)
+    assert not caplog.records
+    factors("constant", 100, warmup_steps=30)
+    assert "warmup_steps=30 is more than a tenth of the run's 100 steps and cut to 10" in caplog.text
+
+
 def test_constant_alone_needs_no_length() -> None:
     needs = {
         name: build(configure("scheduler", name)).needs_length

@@ -134,7 +134,10 @@ def test_early_stopping_ends_a_run_with_a_checkpoint_and_more_patience_continues
         (["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=val/los"], "val/loss"),
         (["callbacks=[early_stopping]", "trainer.limit_val_batches=0"], "no row is held out"),
         (["callbacks=[early_stopping]", "callbacks.early_stopping.mode=least"], "min, max"),
-        (["checkpoint.best_metric=val/los"], "val/token_accuracy"),
+        (["callbacks=[early_stopping]", "callbacks.early_stopping.min_delta=nan"], "a finite number from 0"),
+        # found at the start, not at the first validation after it
+        (["checkpoint.best_metric=val/los", "trainer.val_check_interval=100"], "val/token_accuracy"),
+        (["checkpoint.best_metric=val/loss", "data.num_validation_rows=0"], "no row is held out"),
         (["checkpoint.best_metric=val/loss", "checkpoint.every_n_steps=0"], "writes none"),
         (
             ["checkpoint.best_metric=val/loss", "trainer.val_check_interval=3", ACCUMULATE],

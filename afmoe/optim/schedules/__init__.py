@@ -5,12 +5,15 @@ Every schedule of ours is this one curve with other lengths; each is a plugin of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from afmoe.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
@@ -36,10 +39,21 @@ class WarmupOptions:
         check_share("warmup_fraction", self.warmup_fraction)
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        """Steps of warm-up. A number of steps is cut to a tenth of a run that is too short for it."""
+        """Steps of warm-up. A number of steps is cut to a tenth of the run, which is said unless it is the
+        default.
+        """
         if self.warmup_fraction is not None:
             return round(total_steps * self.warmup_fraction)
-        return min(self.warmup_steps, max(total_steps // 10, 1)) if self.warmup_steps else 0
+        steps = min(self.warmup_steps, max(total_steps // 10, 1))
+        if steps < self.warmup_steps != type(self).warmup_steps:
+            log.warning(
+                "scheduler.warmup_steps=%d is more than a tenth of the run's %d steps and cut to %d; "
+                "scheduler.warmup_fraction takes any share",
+                self.warmup_steps,
+                total_steps,
+                steps,
+            )
+        return steps
 
 
 @dataclass(kw_only=True)
@@ -88,7 +102,7 @@ def curve(
     """Step number (0 before the first optimizer step) to the factor on the peak learning rate.
 
     `warmup` steps up, `decay` steps down at the end, `minimum_ratio` of the peak is reached after the last
-    step, which has the smallest factor above it. Where both meet, the warm-up goes first.
+    step, which has the smallest factor above it.
     """
     decay_shape = DECAY_SHAPES[shape]
 

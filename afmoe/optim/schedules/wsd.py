@@ -31,6 +31,12 @@ class WarmupStableDecay:
             super().__post_init__()
             check_share("decay_fraction", self.decay_fraction)
             check_share("minimum_ratio", self.minimum_ratio)
+            shares = (self.warmup_fraction or 0) + (self.decay_fraction if self.decay_steps is None else 0)
+            if shares > 1:
+                raise ConfigError(
+                    f"scheduler.warmup_fraction={self.warmup_fraction} and scheduler.decay_fraction="
+                    f"{self.decay_fraction} together are more than the run; lower one of them"
+                )
             if self.decay_steps is not None and self.decay_steps < 0:
                 raise ConfigError(f"scheduler.decay_steps must not be negative, got {self.decay_steps}")
             if self.decay_shape not in DECAY_SHAPES:
@@ -44,12 +50,20 @@ class WarmupStableDecay:
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Step number to the factor on the peak learning rate, see `curve`."""
         config = self.config
+        warmup = config.num_warmup_steps(total_steps)
+        room = total_steps - warmup
+        if config.decay_steps is not None and config.decay_steps > room:
+            raise ConfigError(
+                f"scheduler.decay_steps={config.decay_steps} does not fit into the run: {room} of its "
+                f"{total_steps} steps follow the warm-up; use at most that, or scheduler.decay_fraction"
+            )
         decay = config.decay_steps
         if decay is None:
-            decay = int(total_steps * config.decay_fraction)
+            # the default warm-up and a decay over the whole run are no contradiction
+            decay = min(int(total_steps * config.decay_fraction), room)
         return curve(
             total_steps,
-            warmup=config.num_warmup_steps(total_steps),
+            warmup=warmup,
             decay=decay,
             shape=config.decay_shape,
             minimum_ratio=config.minimum_ratio,
