@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from afmoe.checkpoint.atomic import remove_directory
-from afmoe.checkpoint.run import read_checkpoint, write_checkpoint
+from afmoe.checkpoint.run import read_checkpoint, take_part, write_checkpoint
 from afmoe.errors import ConfigError
 
 
@@ -21,6 +21,10 @@ class RunCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise ConfigError("a run checkpoint is a local directory: storage_options has no meaning for it")
         write_checkpoint(path, checkpoint)
+
+    def take_part(self, checkpoint: dict[str, Any]) -> None:
+        """Instead of `save_checkpoint` on the ranks that do not write, where the state is deferred."""
+        take_part(checkpoint)
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None

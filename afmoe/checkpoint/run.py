@@ -7,8 +7,9 @@
     checkpoints/last         the name of the newest whole one
 
 `training_state.pt` holds plain containers, tensors, numbers and strings, so it is read with
-`weights_only=True`: a checkpoint from elsewhere cannot run code. The rest of the directory's rules are in
-`directory.py`.
+`weights_only=True`: a checkpoint from elsewhere cannot run code. Tensors may be deferred (`deferred.py`): one
+at a time is made and written. Both files are mapped when read: what is resident is what was looked at. The
+rest of the directory's rules are in `directory.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 
 from afmoe.checkpoint import tensor_file
 from afmoe.checkpoint.atomic import flush, new_directory
+from afmoe.checkpoint.deferred import DeferredTensor, deferred_tensors
 from afmoe.checkpoint.directory import checkpoint_step, point_last, read_marker, write_marker
+from afmoe.checkpoint.state_file import write_state
 from afmoe.errors import ConfigError
 
 STATE = "training_state.pt"
@@ -44,16 +47,20 @@ def write_checkpoint(directory: Path | str, state: Mapping[str, Any]) -> None:
     """
     directory = Path(directory)
     step = checkpoint_step(directory)
-    weights, record = _split_weights(state[_WEIGHTS])
-    rest = {key: value for key, value in state.items() if key != _WEIGHTS} | {_RECORD: record}
-    rest = plain(rest)
+    weights, rest = _split(state)
     with new_directory(directory) as temporary:
         tensor_file.write_tensors(temporary, weights)
-        _save_state(temporary / STATE, rest)
+        write_state(temporary / STATE, rest)
         # the marker vouches for files that are on the disk, not in memory
         flush(temporary)
         write_marker(temporary, step, versions())
     point_last(directory)
+
+
+def take_part(state: Mapping[str, Any]) -> None:
+    """On a rank that does not write: make each deferred tensor, in the order of `write_checkpoint`."""
+    for tensor in deferred_tensors(_split(state)):
+        tensor.make()
 
 
 def read_checkpoint(directory: Path | str) -> dict[str, Any]:
@@ -71,26 +78,40 @@ def read_checkpoint(directory: Path | str) -> dict[str, Any]:
     return state
 
 
-def _split_weights(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, Any]]:
+    """What goes to either file."""
+    weights, record = _split_weights(state[_WEIGHTS])
+    rest = {key: value for key, value in state.items() if key != _WEIGHTS} | {_RECORD: record}
+    return weights, plain(rest)
+
+
+def _split_weights(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, Any]]:
     """The model's tensors by canonical name, and what else it takes to rebuild the module's state dict."""
     anchor = next((key for key in state if key.endswith(_ANCHOR)), _ANCHOR)
     prefix = anchor.removesuffix(_ANCHOR)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor | DeferredTensor] = {}
     record: dict[str, Any] = {"prefix": prefix, "aliases": {}, "others": {}}
     names: dict[Any, str] = {}
     for key, value in state.items():
-        if not key.startswith(prefix) or not isinstance(value, Tensor):
+        if not key.startswith(prefix) or not isinstance(value, (Tensor, DeferredTensor)):
             record["others"][key] = value
             continue
         name = key.removeprefix(prefix)
-        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         # tied weights are one tensor under two names, and are written once
-        if value.numel() and identity in names:
+        identity = _identity(value)
+        if identity in names:
             record["aliases"][name] = names[identity]
         else:
             names[identity] = name
-            weights[name] = value.detach()
+            weights[name] = value
     return weights, record
+
+
+def _identity(tensor: Tensor | DeferredTensor) -> Any:
+    # an empty tensor has no place in memory to know it by
+    if isinstance(tensor, DeferredTensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def plain(value: Any, path: str = "") -> Any:
@@ -99,7 +120,7 @@ def plain(value: Any, path: str = "") -> Any:
     Subclasses become their plain kind (`OrderedDict` a dict, a named tuple a tuple, a numpy number a Python
     one). Raises `ConfigError` for anything else, with the keys that lead to it.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float, str, DeferredTensor):
         return value
     if type(value) is Tensor or isinstance(value, nn.Parameter):
         value = value.detach()
@@ -132,14 +153,3 @@ def versions() -> dict[str, str]:
     """What wrote a checkpoint."""
     packages = ("afmoe-recipe", "torch", "lightning")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
-
-
-def _save_state(path: Path, state: dict[str, Any]) -> None:
-    try:
-        with path.open("wb") as file:
-            torch.save(state, file)
-    except RuntimeError as error:
-        # torch's archive writer hides the disk's answer behind a complaint about file positions
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise

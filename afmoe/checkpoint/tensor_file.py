@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from afmoe.checkpoint.deferred import DeferredTensor
 from afmoe.errors import ConfigError, MachineError
 
 WEIGHTS = "model.safetensors"
@@ -230,11 +231,15 @@ def _cast(key: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` to the one file `model.safetensors` of `directory`."""
-    total = sum(_num_bytes(tensor) for tensor in tensors.values())
-    with TensorWriter(directory, tensors, max_shard_size=max(total, 1)) as writer:
-        writer.write(tensors)
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor | DeferredTensor]) -> None:
+    """Write `tensors` in their order to the one file `model.safetensors` of `directory`."""
+    specs = {
+        key: value.spec if isinstance(value, DeferredTensor) else value for key, value in tensors.items()
+    }
+    total = sum(_num_bytes(spec) for spec in specs.values())
+    with TensorWriter(directory, specs, max_shard_size=max(total, 1)) as writer:
+        for key, value in tensors.items():
+            writer.write({key: value.make() if isinstance(value, DeferredTensor) else value})
 
 
 def _pack(specs: Mapping[str, Tensor], max_shard_size: int) -> list[list[str]]:

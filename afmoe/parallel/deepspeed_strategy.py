@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.optim.muon import MuonWithAdamW
 from afmoe.parallel.deepspeed_precision import AfmoeDeepSpeedPrecision
 from afmoe.parallel.expert_parallel import ExpertRanks, without_shm_comm
@@ -167,7 +168,12 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         return self._whole_state.optimizer(self.groups)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        # its tensors are whole as they are written, one at a time
+        assert isinstance(self.checkpoint_io, RunCheckpointIO)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self.checkpoint_io.take_part(checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
@@ -189,7 +195,7 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         partitions = None
         if self.groups is not None and isinstance(self.model, deepspeed.DeepSpeedEngine):
             partitions = Partitions(self.model, self.stage)
-        return WholeState(self._module, partitions, self.expert_ranks, keeps=self.is_global_zero)
+        return WholeState(self._module, partitions, self.expert_ranks)
 
     @property
     def _module(self) -> Any:

@@ -77,11 +77,13 @@ class Partitions:
         state = self.optimizer.state.get(flat, {})
         return {key: value.shape == flat.shape for key, value in state.items() if isinstance(value, Tensor)}
 
+    def dtype(self, parameter: nn.Parameter, key: str | None = None) -> torch.dtype:
+        """Of what `gather` gives."""
+        return self._source(parameter, key).dtype
+
     def gather(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         """The whole fp32 weight, or optimizer state `key`, on every rank that holds a piece."""
-        fragment = self.fragment(parameter)
-        flat = self.flat(parameter)
-        source = flat if key is None else self.optimizer.state[flat][key]
+        fragment, source = self.fragment(parameter), self._source(parameter, key)
         device = parameter.device
         whole = torch.zeros(self.shape(parameter).numel(), dtype=source.dtype, device=device)
         if fragment is not None:
@@ -117,9 +119,9 @@ class Partitions:
             parameter.copy_(value)
 
     def module_weight(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of what the model computes with."""
+        """What the model computes with; a copy where it lies in pieces."""
         if self.stage != 3:
-            return parameter.detach().clone()
+            return parameter.detach()
         with self._whole(parameter):
             return parameter.detach().clone()
 
@@ -128,6 +130,10 @@ class Partitions:
 
         # what rank 0 holds at the end becomes everybody's; all hold the same
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+    def _source(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        flat = self.flat(parameter)
+        return flat if key is None else self.optimizer.state[flat][key]
 
     def _state(self, flat: Tensor, key: str) -> Tensor:
         state = self.optimizer.state[flat]

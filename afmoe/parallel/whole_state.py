@@ -1,18 +1,22 @@
 """A sharded run's state as a single process would have it, and back.
 
-Weights and optimizer states are brought together one tensor at a time; rank 0 keeps them on the CPU. What
-comes out is what Lightning's own strategies give for one process, so a checkpoint knows nothing of ranks,
-ZeRO or experts' places. The fp32 weight behind a bf16 one is a state of the optimizer, as in `MasterWeights`.
+Weights and optimizer states come out as deferred tensors: the ranks bring each together when a checkpoint is
+written, so none ever holds more than one whole. What comes out is what Lightning's own strategies give for
+one process, so a checkpoint knows nothing of ranks, ZeRO or experts' places. The fp32 weight behind a bf16
+one is a state of the optimizer, as in `MasterWeights`. What goes in may be mapped from a file: each rank
+looks only at its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from afmoe.checkpoint.deferred import DeferredTensor
 from afmoe.errors import ConfigError
 from afmoe.optim.groups import refuse_other_names
 from afmoe.optim.master_weights import MASTER
@@ -22,43 +26,37 @@ from afmoe.parallel.partitions import Partitions
 
 
 class WholeState:
-    """Every rank has to make every call."""
+    """Every rank has to make every call, and the tensors that come out, in their order."""
 
-    def __init__(
-        self, module: Any, partitions: Partitions | None, expert_ranks: ExpertRanks | None, *, keeps: bool
-    ) -> None:
-        """`partitions` None: no optimizer. `keeps`: whether this rank is the one that gets the tensors."""
+    def __init__(self, module: Any, partitions: Partitions | None, expert_ranks: ExpertRanks | None) -> None:
+        """`partitions` None: no optimizer."""
         self.owner: nn.Module = module
         self.partitions = partitions
         self.expert_ranks = expert_ranks
-        self.keeps = keeps
         self.parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
 
     # --- out ---
 
-    def module(self) -> dict[str, Tensor]:
-        """The LightningModule's state dict; empty where nothing is kept."""
-        state: dict[str, Tensor] = {}
-        done: dict[int, Tensor | None] = {}
+    def module(self) -> dict[str, Tensor | DeferredTensor]:
+        """The LightningModule's state dict."""
+        state: dict[str, Tensor | DeferredTensor] = {}
+        done: dict[int, Tensor | DeferredTensor] = {}
         for name, tensor in self.owner.state_dict(keep_vars=True).items():
             # tied weights stay one tensor
             if id(tensor) not in done:
-                done[id(tensor)] = self._kept(
-                    self._weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-                )
-            whole = done[id(tensor)]
-            if whole is not None:
-                state[name] = whole
+                is_parameter = isinstance(tensor, nn.Parameter)
+                done[id(tensor)] = self._weight(tensor) if is_parameter else tensor.detach().cpu().clone()
+            state[name] = done[id(tensor)]
         return state
 
     def optimizer(self, groups: CanonicalGroups) -> dict[str, Any]:
-        """A torch optimizer's state dict over whole parameters; empty where nothing is kept."""
+        """A torch optimizer's state dict over whole parameters."""
         assert self.partitions is not None
         state: dict[int, dict[str, Any]] = {}
         for group in groups.canonical:
             for number, name in zip(group.numbers, group.parameter_names, strict=True):
-                own = self._states(self.parameters[name])
-                if self.keeps and own:
+                own = self._states(self.partitions, self.parameters[name])
+                if own:
                     state[number] = own
         live = self.partitions.optimizer.param_groups
         settings = [
@@ -70,38 +68,37 @@ class WholeState:
             | {"name": group.name, "params": group.numbers, "parameter_names": group.parameter_names}
             for group in groups.canonical
         ]
-        return {"state": state, "param_groups": settings} if self.keeps else {}
+        return {"state": state, "param_groups": settings}
 
-    def _weight(self, parameter: nn.Parameter) -> Tensor:
-        weight = parameter.detach().clone()
-        if self.partitions is not None:
-            weight = self.partitions.module_weight(parameter)
-        return self._with_all_experts(parameter, weight)
-
-    def _states(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _weight(self, parameter: nn.Parameter) -> DeferredTensor:
         partitions = self.partitions
-        assert partitions is not None
+        if partitions is None:
+            return self._deferred(parameter, parameter.shape, parameter.dtype, parameter.detach)
+        make = partial(partitions.module_weight, parameter)
+        return self._deferred(parameter, partitions.shape(parameter), parameter.dtype, make)
+
+    def _states(self, partitions: Partitions, parameter: nn.Parameter) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for key, is_elementwise in partitions.state_keys(parameter).items():
             if is_elementwise:
-                value = self._kept(self._with_all_experts(parameter, partitions.gather(parameter, key)))
+                states[key] = self._gathered(partitions, parameter, key)
             else:
-                value = self._kept(partitions.optimizer.state[partitions.flat(parameter)][key].clone())
-            if value is not None:
-                states[key] = value
+                states[key] = partitions.optimizer.state[partitions.flat(parameter)][key].cpu().clone()
         if parameter.dtype != torch.float32:
-            master = self._kept(self._with_all_experts(parameter, partitions.gather(parameter)))
-            if master is not None:
-                states[MASTER] = master
+            states[MASTER] = self._gathered(partitions, parameter, None)
         return states
 
-    def _with_all_experts(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
-        if self.expert_ranks is None or not is_shared(parameter):
-            return local
-        return self.expert_ranks.gather(local)
+    def _gathered(self, partitions: Partitions, parameter: nn.Parameter, key: str | None) -> DeferredTensor:
+        make = partial(partitions.gather, parameter, key)
+        return self._deferred(parameter, partitions.shape(parameter), partitions.dtype(parameter, key), make)
 
-    def _kept(self, tensor: Tensor) -> Tensor | None:
-        return tensor.cpu() if self.keeps else None
+    def _deferred(
+        self, parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype, local: Callable[[], Tensor]
+    ) -> DeferredTensor:
+        ranks = self.expert_ranks
+        if ranks is None or not is_shared(parameter):
+            return DeferredTensor(shape, dtype, local)
+        return DeferredTensor((shape[0] * ranks.ep_size, *shape[1:]), dtype, lambda: ranks.gather(local()))
 
     # --- in ---
 

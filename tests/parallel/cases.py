@@ -19,6 +19,11 @@ def half(case: Case, folder: Path) -> Case:
     return dataclasses.replace(case, name=f"half-{case.name}", steps=2, save_to=path)
 
 
+def saved(case: Case, folder: Path) -> Case:
+    """With a checkpoint after its last step."""
+    return dataclasses.replace(case, save_to=str(folder / case.name / f"step-{case.steps:06d}"))
+
+
 def rest(case: Case, source: str, folder: Path) -> Case:
     """The last two steps, from the checkpoint of another case."""
     path = str(folder / source / "step-000002")

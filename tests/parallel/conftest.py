@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.cases import ALONE, QUICK, half, resumed
+from tests.parallel.cases import ALONE, QUICK, half, resumed, saved
 from tests.parallel.comparison import OneProcess, train
 from tests.parallel.worker import run
 
@@ -21,5 +21,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what the quick cases came to."""
     folder = tmp_path_factory.mktemp("two-ranks")
     run(half(ALONE, folder))
-    train(QUICK + resumed(folder), folder, world_size=2, timeout_seconds=150)
+    quick = [saved(case, folder) for case in QUICK]
+    train(quick + resumed(folder), folder, world_size=2, timeout_seconds=150)
     return folder

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -22,7 +24,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
+from afmoe.checkpoint.deferred import DeferredTensor
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
+from afmoe.checkpoint.run import write_checkpoint
 from afmoe.config import AfmoeConfig
 from afmoe.config.run import MemoryConfig
 from afmoe.data.datamodule import AfmoeDataModule
@@ -59,6 +63,11 @@ class Case:
     """The last rank's expert gradients are NaN in this step."""
     resume_from: str | None = None
     save_to: str | None = None
+    """Beside it, under `whole`, the same checkpoint is written from a state that rank 0 holds whole."""
+    dies_at_save: bool = False
+    """The last rank, in the middle."""
+    large: bool = False
+    """412 MiB of state; a tensor of stacked experts has 4 MiB."""
 
 
 class Sgd:
@@ -83,12 +92,52 @@ class StopAndSave(Checkpoint):
 
     def __init__(self, steps: int, save_to: str | None) -> None:
         self.steps, self.save_to = steps, save_to
+        self.memory_growth = 0
+        """Bytes, at most, while the checkpoint was written."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.steps and not trainer.should_stop:
             trainer.should_stop = True
             if self.save_to is not None:
-                trainer.save_checkpoint(self.save_to, weights_only=False)
+                self._save(trainer, Path(self.save_to))
+
+    def _save(self, trainer: Any, path: Path) -> None:
+        # the peak of the resident set is counted anew
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes("VmRSS")
+        trainer.save_checkpoint(path, weights_only=False)
+        self.memory_growth = resident_bytes("VmHWM") - before
+        whole = all_made(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        if trainer.is_global_zero:
+            write_checkpoint(path.parent / "whole" / path.name, whole)
+
+
+def resident_bytes(name: str) -> int:
+    return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+
+def all_made(state: Any) -> Any:
+    """A state without deferred tensors. Every rank has to take part."""
+    # weights are tied by being one object
+    done: dict[int, Tensor] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, DeferredTensor):
+            if id(value) not in done:
+                done[id(value)] = value.make().clone()
+            return done[id(value)]
+        if isinstance(value, dict):
+            return {key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    return walk(state)
+
+
+class Die(pl.Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            states = checkpoint["optimizer_states"][0]["state"]
+            states[len(states) // 2]["exp_avg"] = DeferredTensor((), torch.float32, lambda: os._exit(3))
 
 
 class Poison(pl.Callback):
@@ -145,13 +194,13 @@ def whole(strategy: Any, parameter: Any, value: Tensor) -> Tensor:
     return ranks.gather(value) if ranks is not None and not getattr(parameter, "allreduce", True) else value
 
 
-def tiny_config(tied: bool, vocab_size: int) -> AfmoeConfig:
+def tiny_config(case: Case, vocab_size: int) -> AfmoeConfig:
     return AfmoeConfig(
         vocab_size=vocab_size,
-        hidden_size=32,
+        hidden_size=256 if case.large else 32,
         intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
+        moe_intermediate_size=512 if case.large else 16,
+        num_hidden_layers=11 if case.large else 3,
         num_dense_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -161,7 +210,7 @@ def tiny_config(tied: bool, vocab_size: int) -> AfmoeConfig:
         num_shared_experts=1,
         sliding_window=16,
         global_attn_every_n_layers=3,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=case.tied,
         initializer_range=0.1,
     )
 
@@ -170,9 +219,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train; what rank 0 writes, and what each rank writes."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer(None)
-    model = AfmoeForCausalLM(
-        tiny_config(case.tied, len(tokenizer)), compute="reference", dispatch="all_to_all"
-    )
+    model = AfmoeForCausalLM(tiny_config(case, len(tokenizer)), compute="reference", dispatch="all_to_all")
     blocks = list(iter_moe_blocks(model))
     for index, block in enumerate(blocks):
         # not zero: it has to survive a checkpoint
@@ -213,6 +260,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     if case.strategy is not None:
         strategy = build(configure("trainer/strategy", {"name": "deepspeed", **case.strategy})).strategy
 
+    stop = StopAndSave(case.steps, case.save_to)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=case.world_size,
@@ -221,7 +269,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         max_steps=case.max_steps,
         min_steps=0,
         accumulate_grad_batches=case.accumulate,
-        callbacks=[watch, Poison(case.poisoned_step), StopAndSave(case.steps, case.save_to)],
+        callbacks=[watch, Poison(case.poisoned_step), *[Die()] * case.dies_at_save, stop],
         plugins=[RunCheckpointIO()],
         logger=False,
         enable_checkpointing=True,
@@ -235,16 +283,16 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     trainer.fit(module, data, ckpt_path=case.resume_from)
     local = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    weights = trainer.strategy.lightning_module_state_dict()
+    weights = all_made(dict(trainer.strategy.lightning_module_state_dict()))
     result = {
         "losses": watch.losses,
         "norms": watch.norms,
         "gradients": watch.gradients,
         "counts": watch.counts,
-        "weights": {name.removeprefix("model."): value.clone() for name, value in weights.items()},
+        "weights": {name.removeprefix("model."): value for name, value in weights.items()},
         "dtypes": {name: str(value.dtype) for name, value in model.state_dict().items()},
     }
-    return result, {"weights": local}
+    return result, {"weights": local, "memory_growth": stop.memory_growth}
 
 
 def main() -> None:
