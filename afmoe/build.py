@@ -36,9 +36,10 @@ from afmoe.model import AfmoeForCausalLM
 from afmoe.model_plugins import check_plugins
 from afmoe.model_shape import model_shape
 from afmoe.module import AfmoeModule
+from afmoe.moe.block import hold_experts
 from afmoe.optim.groups import check_patterns
 from afmoe.optim.loss_scaling import LossScaling
-from afmoe.parallel.deepspeed import check_strategy, choose_accelerator
+from afmoe.parallel.deepspeed import check_strategy, choose_accelerator, rank_experts
 from afmoe.planning import Setup, least_bytes
 from afmoe.registry import build, configure
 from afmoe.run import Run
@@ -123,11 +124,13 @@ def make_model(
     tokenizer: PreTrainedTokenizerBase,
     hardware: Hardware,
     *,
+    expert_range: range | None = None,
     weights_follow: bool = False,
 ) -> AfmoeForCausalLM:
     """The model with its weights, drawn anew or read.
 
-    `weights_follow`: a run checkpoint will fill them in, so that trained weights need not be read.
+    `expert_range`: the experts that this process holds (`held_range`), the others' weights never exist here;
+    None: all. `weights_follow`: a run checkpoint will fill them in, so that trained weights need not be read.
     """
     plugins: dict[str, Any] = {
         "attention": config.attention,
@@ -138,10 +141,12 @@ def make_model(
     check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
     _refuse_too_large(config, source, hardware)
     if source.directory is not None and not weights_follow:
-        model = load_pretrained(source.directory, **plugins)
+        model = load_pretrained(source.directory, expert_range=expert_range, **plugins)
     else:
         # without memory first: torch's own layers would draw weights that are drawn anew
-        model = meta_model(source, plugins).to_empty(device="cpu")
+        model = meta_model(source, plugins)
+        hold_experts(model, expert_range)
+        model.to_empty(device="cpu")
         if not weights_follow:
             model.init_weights()
     sequence_length, longest = config.data["sequence_length"], model.config.max_position_embeddings
@@ -236,6 +241,11 @@ def check_parallelism(
 ) -> None:
     """Refuse what the strategy cannot share among the trainer's processes."""
     check_strategy(config, source.config, world_size=trainer.world_size, hardware=hardware)
+
+
+def held_range(source: ModelSource, trainer: pl.Trainer) -> range | None:
+    """The experts of each layer that this process is to hold; None: all."""
+    return rank_experts(trainer.strategy, source.config.num_experts)
 
 
 def make_trainer(config: RunConfig, run: Run, callbacks: list[Callback], hardware: Hardware) -> pl.Trainer:

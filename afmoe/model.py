@@ -322,8 +322,12 @@ class AfmoeForCausalLM(nn.Module):
             init_weights(self.lm_head, self.config)
 
     def num_parameters(self, active: bool = False) -> int:
-        """Parameters in all or, `active`, those that one token goes through; embedding and head included."""
+        """Parameters in all or, `active`, those that one token goes through; embedding and head included.
+
+        Experts that other processes hold count too.
+        """
         total = sum(parameter.numel() for parameter in self.parameters())
+        total += sum(block.experts.num_parameters_elsewhere for block in iter_moe_blocks(self))
         if not active:
             return total
         idle = self.config.num_experts - self.config.num_experts_per_tok

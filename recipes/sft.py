@@ -64,7 +64,14 @@ def train(config: RunConfig, run: Run, signals: StopSignals) -> float | None:
         screens.show_plan(config, source, data, hardware)
         return None
 
-    model = build.make_model(config, source, tokenizer, hardware, weights_follow=run.resume_from is not None)
+    model = build.make_model(
+        config,
+        source,
+        tokenizer,
+        hardware,
+        expert_range=build.held_range(source, trainer),
+        weights_follow=run.resume_from is not None,
+    )
     module = build.make_module(config, model, data)
     finish.record_start(config, run, data, tokenizer)
     screens.show_start(config, run, model, data, hardware, trainer)

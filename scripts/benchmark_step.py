@@ -101,7 +101,9 @@ def measure(config: RunConfig, clock: Any) -> dict[str, list[float]]:
     with open_run(config) as run, stop_signals(run.rank) as signals:
         callbacks = build.make_callbacks(config, run, data, RunMetrics(Throughput()), signals)
         trainer = build.make_trainer(config, run, callbacks, hardware)
-        module = build.make_module(config, build.make_model(config, source, tokenizer, hardware), data)
+        experts = build.held_range(source, trainer)
+        model = build.make_model(config, source, tokenizer, hardware, expert_range=experts)
+        module = build.make_module(config, model, data)
         loop = BareLoop(copy.deepcopy(module.model), module.optim, data)
         beside = make_callback(loop, clock)
         trainer.callbacks.append(beside)  # pyright: ignore[reportAttributeAccessIssue]

@@ -25,6 +25,7 @@ from afmoe.checkpoint.shapes import canonical_specs
 from afmoe.checkpoint.tensor_file import TensorWriter
 from afmoe.hardware import Hardware
 from afmoe.model import AfmoeForCausalLM
+from afmoe.moe.block import held_experts, hold_experts
 
 
 def load_pretrained(
@@ -35,8 +36,12 @@ def load_pretrained(
     compute: Any = "native",
     dispatch: Any = "local",
     hardware: Hardware | None = None,
+    expert_range: range | None = None,
 ) -> AfmoeForCausalLM:
     """The model in `directory`, in any known layout, stored in `dtype` (`selection_bias` in fp32) on the CPU.
+
+    `expert_range`: the consecutive experts of each layer that this process holds; the others' weights stay
+    on the disk. None: all.
 
     Built without memory, checked against the files' tables, then filled in place layer by layer. Raises
     `ConfigError` naming file and key when anything is missing, left over or misshapen, `MachineError`
@@ -47,6 +52,7 @@ def load_pretrained(
     with torch.device("meta"):
         model = AfmoeForCausalLM(config, attention, compute, dispatch, hardware)
     model.to(dtype)
+    hold_experts(model, expert_range)
     state = _canonical_state(model)
     sizes: dict[int | None, int] = {}
     for key, tensor in state.items():
@@ -61,19 +67,19 @@ def load_pretrained(
 
 
 @torch.no_grad()
-def load_weights(model: AfmoeForCausalLM, directory: str | Path, expert_range: range | None = None) -> None:
+def load_weights(model: AfmoeForCausalLM, directory: str | Path) -> None:
     """Fill `model` in place, layer by layer, from a directory whose config fits it.
 
-    `expert_range`: the consecutive experts that this process holds. Its `Experts` then have room for those
-    only, and only their bytes are read. Raises `ConfigError` as `load_pretrained` does, before anything is
-    changed.
+    Of the experts only the bytes of those that it holds are read. Raises `ConfigError` as `load_pretrained`
+    does, before anything is changed.
     """
+    experts = held_experts(model)
     files = ModelFiles(Path(directory), canonical_specs(model.config))
     state = _canonical_state(model)
     for key in files.top_keys:
         state[key].copy_(files.read_top(key))
     for layer in files.layers:
-        for key, tensor in files.read_layer(layer, expert_range=expert_range).items():
+        for key, tensor in files.read_layer(layer, expert_range=experts).items():
             state[key].copy_(tensor)
     model.on_weights_updated()
 

@@ -87,6 +87,21 @@ def moe_blocks(model: nn.Module) -> Iterator[MoeBlock]:
     yield from (module for module in counted_modules(model) if isinstance(module, MoeBlock))
 
 
+def hold_experts(model: nn.Module, experts: range | None) -> None:
+    """Give `model`, which lies on the meta device, room for these experts of each layer only; None: all."""
+    if experts is not None:
+        for block in moe_blocks(model):
+            block.experts.hold(experts)
+
+
+def held_experts(model: nn.Module) -> range | None:
+    """The experts of each layer that `model` has room for; None: all."""
+    for block in moe_blocks(model):
+        experts = block.experts
+        return None if len(experts.held) == experts.num_experts else experts.held
+    return None
+
+
 def agree(model: nn.Module, hidden_BSD: Tensor) -> Any:
     """What the ranks that share the experts of `model` settle before one forward over `hidden_BSD`."""
     block = next(moe_blocks(model), None)

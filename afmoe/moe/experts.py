@@ -37,6 +37,9 @@ class Experts(nn.Module):
         super().__init__()
         self.compute = compute
         self.has_bias = has_bias
+        self.num_experts = num_experts
+        self.held = range(num_experts)
+        """Those whose weights are here; other processes hold the rest."""
         into, back = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
 
         def stacked(*shape: int, present: bool = True) -> nn.Parameter | None:
@@ -55,14 +58,36 @@ class Experts(nn.Module):
         biases = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias) if self.has_bias else None
         return self.compute(rows_RD, offsets_L, *weights, biases, source)
 
+    def hold(self, experts: range) -> None:
+        """Have room for these consecutive experts only. On the meta device, before there are weights."""
+        for name, weight in list(self.named_parameters()):
+            assert weight.is_meta, f"{name} has memory already"
+            own = torch.empty_like(weight[experts.start : experts.stop])
+            setattr(self, name, nn.Parameter(own, weight.requires_grad))
+        self.held = experts
+
+    @property
+    def num_parameters_elsewhere(self) -> int:
+        """Of the experts that are not held."""
+        num_held = len(self.held)
+        held = sum(weight.numel() for weight in self.parameters())
+        return held // num_held * (self.num_experts - num_held)
+
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Matrices from N(0, std), biases 0."""
+        """Matrices from N(0, std), biases 0: what all experts would get, whichever are held."""
         for name, weight in self.named_parameters():
             if name.endswith("_bias"):
                 nn.init.zeros_(weight)
-            else:
+            elif len(self.held) == self.num_experts:
                 nn.init.normal_(weight, std=std)
+            else:
+                weight.copy_(self._drawn_among_all(weight, std))
+
+    def _drawn_among_all(self, weight: Tensor, std: float) -> Tensor:
+        """The held part of one whole tensor, so that every process draws the same numbers."""
+        whole = weight.new_empty(self.num_experts, *weight.shape[1:])
+        return nn.init.normal_(whole, std=std)[self.held.start : self.held.stop]
 
     def extra_repr(self) -> str:
         return f"{tuple(self.up_proj.shape)}, {self.compute.description}"

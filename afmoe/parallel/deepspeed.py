@@ -121,6 +121,16 @@ def check_strategy(run: RunConfig, model: AfmoeConfig, *, world_size: int, hardw
         )
 
 
+def rank_experts(strategy: Any, num_experts: int) -> range | None:
+    """The experts of each layer that this process is to hold; None: all. Known before the ranks meet."""
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return None
+    from afmoe.parallel.deepspeed_strategy import AfmoeDeepSpeedStrategy
+
+    assert isinstance(strategy, AfmoeDeepSpeedStrategy)
+    return strategy.experts_of_rank(num_experts)
+
+
 def gathered_tensors(strategy: Any, model: AfmoeForCausalLM) -> GatheredTensors | None:
     """The tensors of a model that the ranks hold parts of; None: each holds it whole."""
     if not isinstance(strategy, DeepSpeedStrategy):

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.optim.muon import MuonWithAdamW
 from afmoe.parallel.deepspeed_precision import AfmoeDeepSpeedPrecision
-from afmoe.parallel.expert_parallel import ExpertRanks, without_shm_comm
+from afmoe.parallel.expert_parallel import ExpertRanks, expert_range, without_shm_comm
 from afmoe.parallel.optimizer_groups import CanonicalGroups
 from afmoe.parallel.partitions import Partitions
 from afmoe.parallel.sharded_muon import ShardedMuon
@@ -45,6 +45,10 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
             process_group_backend=options.process_group_backend,
             timeout=timedelta(seconds=options.timeout_seconds),
         )
+
+    def experts_of_rank(self, num_experts: int) -> range | None:
+        """The experts that this rank's model has to hold; None: all."""
+        return None if self.ep_size == 1 else expert_range(self.global_rank, num_experts, self.ep_size)
 
     # --- start ---
 
@@ -75,7 +79,7 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         assert isinstance(self.precision_plugin, AfmoeDeepSpeedPrecision)
         self.precision_plugin.device_type = self.root_device.type
         if self.expert_ranks is not None:
-            self.expert_ranks.shard(self._module, self._module.model)
+            self.expert_ranks.connect(self._module, self._module.model)
         super().setup(trainer)
 
     def model_sharded_context(self) -> Any:

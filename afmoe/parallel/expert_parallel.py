@@ -1,4 +1,4 @@
-"""Experts shared by the ranks of a group: DeepSpeed's groups and tags, this rank's slice, the dispatcher.
+"""Experts shared by the ranks of a group: DeepSpeed's groups and tags, who has which, the dispatcher.
 
 DeepSpeed knows a shared parameter by two attributes and looks for them only if it finds a module of its own
 MoE class, so an empty one of that class is added. Its layer, router and dispatch are not used.
@@ -51,8 +51,8 @@ class ExpertRanks:
         """The ranks that share one set."""
         self.rank = dist.get_rank(self.group)
 
-    def shard(self, module: nn.Module, model: AfmoeForCausalLM) -> None:
-        """Keep this rank's experts of `model`, a part of `module`, and let its tokens find the others'.
+    def connect(self, module: nn.Module, model: AfmoeForCausalLM) -> None:
+        """Let the tokens of `model`, a part of `module` that holds this rank's experts, find the others'.
 
         Before optimizer and engine are made; once.
         """
@@ -60,12 +60,13 @@ class ExpertRanks:
             return
         num_experts = model.config.num_experts
         dispatcher = make_dispatcher(model.model.dispatch, num_experts=num_experts, process_group=self.group)
+        own = expert_range(self.rank, num_experts, self.ep_size)
         for block in iter_moe_blocks(model):
-            for name, parameter in list(block.experts.named_parameters(recurse=False)):
-                # a copy: a view would keep the other ranks' experts in memory
-                local = nn.Parameter(self.slice(parameter.detach()).clone(), parameter.requires_grad)
-                local.allreduce, local.group_name = False, group_name(self.ep_size)  # pyright: ignore[reportAttributeAccessIssue]
-                setattr(block.experts, name, local)
+            held = block.experts.held
+            assert held == own, f"the model was made with experts {held}, this rank's are {own}"
+            for parameter in block.experts.parameters():
+                tags: Any = parameter
+                tags.allreduce, tags.group_name = False, group_name(self.ep_size)
             block.dispatcher = dispatcher
         module.add_module(_MARKER, ExpertParallelMarker(num_experts, self.ep_size))
 
@@ -91,6 +92,13 @@ class ExpertRanks:
                 groups._get_expert_parallel_group_dict()[group["name"]] = self.group
                 data_parallel = groups._get_expert_data_parallel_group_dict()
                 data_parallel[group["name"]] = data_parallel[own]
+
+
+def expert_range(rank: int, num_experts: int, ep_size: int) -> range:
+    """The experts that a rank holds, where `ep_size` consecutive ranks have one whole set."""
+    share = num_experts // ep_size
+    start = rank % ep_size * share
+    return range(start, start + share)
 
 
 def group_name(ep_size: int) -> str:

@@ -6,12 +6,11 @@ buffers) and (what the optimizer's step holds), and on a GPU two constants besid
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from afmoe.planning.kept import ends_bytes, layer_bytes, rotary_bytes
 from afmoe.planning.kept_experts import expert_casts, expert_weights, stored_copies
-from afmoe.planning.parameters import Parameter, parameters, shapes
+from afmoe.planning.parameters import Parameter, parameters
 from afmoe.planning.parts import BACKWARD, START, Part, peak
 from afmoe.planning.recomputed import kept_under_checkpointing, recomputed_at_once
 from afmoe.planning.setup import BF16, FP32, Setup
@@ -38,9 +37,7 @@ def memory_parts(setup: Setup) -> list[Part]:
     if setup.device_type == "cuda":
         parts.append(Part("reserved", "allocator's gaps", round(GAPS * peak(parts))))
         parts.append(Part("reserved", "CUDA context", CUDA_CONTEXT))
-        # every process makes the model before its part of it goes to the device
-        whole = FP32 * sum(math.prod(shape) for _, shape in shapes(setup.model))
-        parts.append(Part("start", "whole model in fp32", whole, START, on_host=True))
+        parts += _start(setup, held)
     return [part for part in parts if part.num_bytes]
 
 
@@ -76,6 +73,23 @@ def weight_casts(setup: Setup, held: list[Parameter]) -> int:
     uncast = ("embed_tokens.", "lm_head.", *(("router.",) if setup.fp32_router else ()))
     dense = [one for one in held if len(one.shape) == 2 and not any(part in one.name for part in uncast)]
     return experts + BF16 * sum(one.numel for one in dense)
+
+
+def _start(setup: Setup, held: list[Parameter]) -> list[Part]:
+    """A process makes what it holds on the host, in fp32, before it goes to the device.
+
+    Weights that are read come a layer at a time; those that are drawn, one tensor of all experts at a time.
+    """
+    layers: Counter[str] = Counter()
+    for one in held:
+        # the number of the layer; embedding and head count as one each
+        layers[".".join(one.name.split(".")[:3])] += one.numel
+    stacked = max((one.numel for one in held if one.is_expert), default=0)
+    filling = max(*layers.values(), setup.ep_size * stacked)
+    return [
+        Part("start", "its weights in fp32", FP32 * sum(layers.values()), START, on_host=True),
+        Part("start", "while they are filled", FP32 * filling, START, on_host=True),
+    ]
 
 
 def _copies(setup: Setup, held: list[Parameter]) -> list[Part]:

@@ -11,7 +11,6 @@ import textwrap
 import pytest
 import torch
 from small_checkpoint import edit, save_small, small_model
-from torch import nn
 
 from afmoe.checkpoint.config_file import read_config
 from afmoe.checkpoint.layouts import LAYOUTS
@@ -20,7 +19,8 @@ from afmoe.checkpoint.pretrained import load_pretrained, load_weights, save_pret
 from afmoe.checkpoint.shapes import canonical_specs
 from afmoe.checkpoint.tensor_file import TensorReader
 from afmoe.errors import ConfigError
-from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
+from afmoe.model import AfmoeForCausalLM
+from afmoe.moe.block import hold_experts
 
 VARIANTS = [
     {},
@@ -49,11 +49,9 @@ def test_a_rank_loads_the_experts_that_it_holds(tmp_path, layout, experts):
     save_pretrained(whole, tmp_path / "model", layout)
     with torch.device("meta"):
         model = AfmoeForCausalLM(whole.config, attention="reference", compute="reference")
-        for block in iter_moe_blocks(model):
-            for name, weights in list(block.experts.named_parameters()):
-                setattr(block.experts, name, nn.Parameter(weights[: len(experts)].clone()))
+    hold_experts(model, experts)
     model.to_empty(device="cpu")
-    load_weights(model, tmp_path / "model", expert_range=experts)
+    load_weights(model, tmp_path / "model")
     expected = whole.state_dict()
     for key, tensor in model.state_dict().items():
         held = expected[key][experts.start : experts.stop] if ".mlp.experts." in key else expected[key]

@@ -32,8 +32,8 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return torch.load(folder / f"{name}.pt", weights_only=True)
 
 
-def of_rank(folder: Path, name: str, rank: int) -> dict[str, Any]:
-    return torch.load(folder / f"{name}.rank-{rank}.pt", weights_only=True)["weights"]
+def of_rank(folder: Path, name: str, rank: int, what: str = "weights") -> dict[str, Any]:
+    return torch.load(folder / f"{name}.rank-{rank}.pt", weights_only=True)[what]
 
 
 class OneProcess:

@@ -76,11 +76,14 @@ def test_bf16_leaves_out_a_step_with_nan(two_ranks: Path) -> None:
 
 def test_every_rank_holds_its_half_of_the_experts(two_ranks: Path) -> None:
     whole = result(two_ranks, "z1-sgd")["weights"]
-    for name, weight in whole.items():
-        for rank in (0, 1):
-            local = of_rank(two_ranks, "z1-sgd", rank)[name]
+    for rank in (0, 1):
+        local = of_rank(two_ranks, "z1-sgd", rank)
+        for name, shape in of_rank(two_ranks, "z1-sgd", rank, "made").items():
+            # before there were any weights
+            assert shape == local[name].shape, name
+        for name, weight in whole.items():
             is_shared = ".experts." in name
-            assert torch.equal(local, weight.chunk(2)[rank] if is_shared else weight), name
+            assert torch.equal(local[name], weight.chunk(2)[rank] if is_shared else weight), name
     experts = [name for name in whole if ".experts." in name]
     mine = sum(of_rank(two_ranks, "z1-sgd", 0)[name].nbytes for name in experts)
     assert mine <= 0.55 * sum(whole[name].nbytes for name in experts)  # 0.50, and gradients alike

@@ -3,7 +3,8 @@
     worker.py CASES.json FOLDER
 
 CASES.json lists `Case`s; rank 0 writes FOLDER/NAME.pt for each: `losses`, `norms`, `gradients` of the first
-step, `weights`, and every rank FOLDER/NAME.rank-N.pt, its own `weights` and `counts`.
+step, `weights`, and every rank FOLDER/NAME.rank-N.pt, its own `weights` and `made`, the shapes of those that
+its model was made with.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from afmoe.data.tokenizer import load_tokenizer
 from afmoe.memory import use_memory_settings
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.module import AfmoeModule
+from afmoe.moe.block import hold_experts
 from afmoe.optim.options import OptimOptions
+from afmoe.parallel.deepspeed import rank_experts
 from afmoe.registry import build, configure
 
 
@@ -215,11 +218,45 @@ def tiny_config(case: Case, vocab_size: int) -> AfmoeConfig:
     )
 
 
+def drawn_model(config: AfmoeConfig, trainer: pl.Trainer) -> AfmoeForCausalLM:
+    """As `afmoe.build.make_model` draws one."""
+    with torch.device("meta"):
+        model = AfmoeForCausalLM(config, compute="reference", dispatch="all_to_all")
+    hold_experts(model, rank_experts(trainer.strategy, config.num_experts))
+    model.to_empty(device="cpu").init_weights()
+    return model
+
+
 def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train; what rank 0 writes, and what each rank writes."""
-    torch.manual_seed(0)
     tokenizer = load_tokenizer(None)
-    model = AfmoeForCausalLM(tiny_config(case, len(tokenizer)), compute="reference", dispatch="all_to_all")
+    strategy: Any = "auto"
+    if case.strategy is not None:
+        strategy = build(configure("trainer/strategy", {"name": "deepspeed", **case.strategy})).strategy
+    watch = Watch()
+    stop = StopAndSave(case.steps, case.save_to)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=case.world_size,
+        strategy=strategy,
+        precision=case.precision,  # pyright: ignore[reportArgumentType]
+        max_steps=case.max_steps,
+        min_steps=0,
+        accumulate_grad_batches=case.accumulate,
+        callbacks=[watch, Poison(case.poisoned_step), *[Die()] * case.dies_at_save, stop],
+        plugins=[RunCheckpointIO()],
+        logger=False,
+        enable_checkpointing=True,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        max_epochs=-1,
+    )
+    torch.manual_seed(0)
+    model = drawn_model(tiny_config(case, len(tokenizer)), trainer)
     blocks = list(iter_moe_blocks(model))
     for index, block in enumerate(blocks):
         # not zero: it has to survive a checkpoint
@@ -255,32 +292,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     scheduler = build(configure("scheduler", {"name": "linear", "warmup_steps": 2}))
     module = AfmoeModule(model, optim=optim, scheduler=scheduler, seed=1)
-    watch = Watch()
-    strategy: Any = "auto"
-    if case.strategy is not None:
-        strategy = build(configure("trainer/strategy", {"name": "deepspeed", **case.strategy})).strategy
-
-    stop = StopAndSave(case.steps, case.save_to)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=case.world_size,
-        strategy=strategy,
-        precision=case.precision,  # pyright: ignore[reportArgumentType]
-        max_steps=case.max_steps,
-        min_steps=0,
-        accumulate_grad_batches=case.accumulate,
-        callbacks=[watch, Poison(case.poisoned_step), *[Die()] * case.dies_at_save, stop],
-        plugins=[RunCheckpointIO()],
-        logger=False,
-        enable_checkpointing=True,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        reload_dataloaders_every_n_epochs=1,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        max_epochs=-1,
-    )
+    made = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     trainer.fit(module, data, ckpt_path=case.resume_from)
     local = {name: value.detach().clone() for name, value in model.state_dict().items()}
     weights = all_made(dict(trainer.strategy.lightning_module_state_dict()))
@@ -292,7 +304,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         "weights": {name.removeprefix("model."): value for name, value in weights.items()},
         "dtypes": {name: str(value.dtype) for name, value in model.state_dict().items()},
     }
-    return result, {"weights": local, "memory_growth": stop.memory_growth}
+    return result, {"weights": local, "made": made, "memory_growth": stop.memory_growth}
 
 
 def main() -> None:

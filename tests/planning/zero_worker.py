@@ -22,6 +22,8 @@ from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.data.tokenizer import load_tokenizer
 from afmoe.model import AfmoeForCausalLM
 from afmoe.module import AfmoeModule
+from afmoe.moe.block import hold_experts
+from afmoe.parallel.deepspeed import rank_experts
 from afmoe.registry import build, configure
 from tests.planning.small_model import config, num_bytes, setup_of
 
@@ -61,7 +63,6 @@ def sent_in_a_ring(tensor: Any, group: Any) -> int:
 
 def measure(changes: dict[str, Any], counting: Counting) -> dict[str, int]:
     setup = setup_of(config(), **changes)
-    model = AfmoeForCausalLM(setup.model, compute="reference", dispatch="all_to_all")
     options = {"name": "deepspeed", "stage": setup.stage, "ep_size": setup.ep_size}
     counting.reduced = counting.gathered = 0
     data_options = {
@@ -92,6 +93,10 @@ def measure(changes: dict[str, Any], counting: Counting) -> dict[str, int]:
         num_sanity_val_steps=0,
         max_epochs=-1,
     )
+    with torch.device("meta"):
+        model = AfmoeForCausalLM(setup.model, compute="reference", dispatch="all_to_all")
+    hold_experts(model, rank_experts(trainer.strategy, setup.model.num_experts))
+    model.to_empty(device="cpu").init_weights()
     module = AfmoeModule(
         model,
         optim=build(configure("optim", setup.optimizer)),
