@@ -44,6 +44,8 @@ class Fault:
     loss: float
     """Of the whole step, all ranks."""
     gradient_norm: float
+    loss_scale: float
+    """By which fp16 multiplies the loss before backward; 1 in other precisions."""
     micro_batches: list[list[Batch]]
     """By rank."""
     seeds: list[list[int]]
@@ -83,11 +85,13 @@ def save_fault(
             gathered.take_part()
     trainer.strategy.barrier("fault")
     if trainer.is_global_zero:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         record = {
             "step": trainer.global_step,
             "world_size": trainer.world_size,
             "loss": repr(float(loss)),
             "gradient_norm": repr(float(module.gradient_norm)),
+            "loss_scale": 1.0 if scaler is None else scaler.get_scale(),
             "model_config": dataclasses.asdict(module.model.config),
             "config": dataclasses.asdict(config),
         }
@@ -121,6 +125,8 @@ def read_fault(directory: Path) -> Fault:
         step=record["step"],
         loss=float(record["loss"]),
         gradient_norm=float(record["gradient_norm"]),
+        # faults of older versions have none
+        loss_scale=record.get("loss_scale", 1.0),
         micro_batches=micro_batches,
         seeds=seeds,
     )

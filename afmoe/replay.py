@@ -21,6 +21,8 @@ from afmoe.fault_record import Fault
 from afmoe.hardware import detect_hardware
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.module import AfmoeModule
+from afmoe.optim.clipping import clip_gradients
+from afmoe.optim.loss_scaling import LossScaling
 from afmoe.plugins import known_names
 from afmoe.registry import build, configure
 from callbacks.moe_callback import MoeCallback
@@ -45,10 +47,13 @@ def replay(fault: Fault, accelerator: str) -> Replay:
     """Forward and backward of every micro-batch of every rank, one after the other, on one device."""
     settings = OmegaConf.merge(OmegaConf.structured(RunConfig), fault.config)
     config: RunConfig = OmegaConf.to_object(settings)  # pyright: ignore[reportAssignmentType]
+    is_scaled = config.trainer.precision == "16-mixed"
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=1,
-        precision=config.trainer.precision,  # pyright: ignore[reportArgumentType]
+        # Lightning itself would take bf16 for fp16 on a CPU
+        precision=None if is_scaled else config.trainer.precision,  # pyright: ignore[reportArgumentType]
+        plugins=[LossScaling(detect_hardware(accelerator).device_type)] if is_scaled else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -69,10 +74,10 @@ def replay(fault: Fault, accelerator: str) -> Replay:
             with trainer.precision_plugin.train_step_context():
                 share = module.loss_share(moved)
             watch.look("the loss", share)
-            share.backward()
+            (share * fault.loss_scale).backward()
             loss = loss + share.detach()
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
+    # in fp32 whatever the gradients are, as the run did
+    norm = float(clip_gradients(module.parameters(), None)) / fault.loss_scale
     if not math.isfinite(norm):
         watch.record("the gradient norm, of finite gradients: their squares overflow")
     return Replay(float(loss), norm, watch.first)

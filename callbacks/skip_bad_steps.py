@@ -67,9 +67,11 @@ class SkipBadSteps(Callback):
 
     def _stop(self, trainer: Trainer, pl_module: Any) -> None:
         directory = self.save(trainer, pl_module, self._micro_batches)
+        # a copy: the reduction works in place
+        loss = trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")
         raise Diverged(
             f"{self.in_a_row} optimizer steps in a row, up to {trainer.global_step}, had a loss or gradient "
-            f"that is no finite number (loss {float(pl_module.step_loss)}, gradient norm "
+            f"that is no finite number (loss {float(loss)}, gradient norm "
             f"{float(pl_module.gradient_norm)}) and were skipped. Where it begins: python "
             f"scripts/replay_batch.py {directory} (the step's batches and weights). Lower optim.lr or "
             "optim.gradient_clip, or look at the data; earlier checkpoints are whole"

@@ -7,6 +7,7 @@ The fault comes from a callback as a person could write one, in place of a bad b
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -33,7 +34,9 @@ ROOT = Path(__file__).parents[2]
 
 @register("callbacks", "poison")
 class Poison(Callback):
-    """Puts a value into the final norm for the steps from `first` to `last`; notes what each step changed."""
+    """Puts a value into the final norm (`loss`: a NaN into the loss alone) for the steps from `first` to
+    `last`; notes what each step changed.
+    """
 
     @dataclass(kw_only=True)
     class Config:
@@ -52,15 +55,19 @@ class Poison(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.before = state_of(trainer, pl_module)
             self.is_bad = self.config.first <= trainer.global_step <= self.config.last
-        if self.is_bad:
+        if self.is_bad and self.config.value != "loss":
             self.weight = pl_module.model.model.norm.weight.data
             self.kept = self.weight[0].clone()
             self.weight[0] = float(self.config.value)
 
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.is_bad and self.config.value == "loss":
+            pl_module.step_loss = pl_module.step_loss * math.nan
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.is_bad and not self.config.stays:
+        if self.is_bad and self.config.value != "loss" and not self.config.stays:
             self.weight[0] = self.kept
         if pl_module.is_step_end(batch_idx):
             after = state_of(trainer, pl_module)
@@ -192,6 +199,23 @@ def test_a_finite_loss_is_replayed_to_the_digit(poisoned: Run, tmp_path: Path) -
     assert again.first is not None
     assert not is_reproduced(float(record["loss"]) * 1.01, again.loss)
     assert not is_reproduced(float("nan"), again.gradient_norm)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+def test_finite_gradients_are_replayed_in_the_precision_of_the_run(
+    poisoned: Run, tmp_path: Path, precision: str
+) -> None:
+    """Only the loss is no number, so the norm of the gradients has digits to compare."""
+    bad = ["callbacks.poison.first=1", "callbacks.poison.last=9", "callbacks.poison.value=loss"]
+    result = poisoned("run_name=a", "faults.max_skipped_steps=1", f"trainer.precision={precision}", *bad)
+    assert result.code == 1
+    from afmoe.fault_record import read_fault
+    from afmoe.replay import is_reproduced, replay
+
+    fault = read_fault(tmp_path / "outputs" / "a" / "faults" / "step-000002")
+    # halved after the step
+    assert fault.loss_scale == (32768.0 if precision == "16-mixed" else 1.0)
+    assert is_reproduced(fault.gradient_norm, replay(fault, "cpu").gradient_norm)
 
 
 def test_the_first_value_that_is_not_finite_is_named() -> None:
