@@ -119,3 +119,26 @@ def test_torchrun_and_lightning_and_a_sweep_and_one_process_agree(tmp_path: Path
         result = run(command, tmp_path)
         assert result.code == 0, result.err
         assert (result.out + result.err).count(said) == 1
+
+
+def test_a_sweep_hands_a_signal_on_to_its_job_and_ends_as_that_does(tmp_path: Path) -> None:
+    overrides = [*SHARED, "run_name=a", "seed=1,2", "trainer.max_steps=100000", "-m"]
+    sweep = subprocess.Popen(
+        [sys.executable, str(RECIPE), *overrides],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(RECIPE.parents[1]), "OMP_NUM_THREADS": "1"},
+    )
+    job = tmp_path / "multirun" / "a" / "0"
+    try:
+        while newest_checkpoint(job) is None:
+            assert sweep.poll() is None
+            time.sleep(0.1)
+        # as `kill` does: to this process alone
+        sweep.send_signal(signal.SIGTERM)
+        assert sweep.wait(60) == 75
+        assert not processes_of(tmp_path), "processes are left behind"
+    finally:
+        for process in [str(sweep.pid), *processes_of(tmp_path)]:
+            subprocess.run(["kill", "-9", process], check=False, capture_output=True)
+    assert json.loads((job / "metrics.json").read_text())["status"] == "interrupted"
+    assert not (tmp_path / "multirun" / "a" / "1").exists()
