@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,19 +25,26 @@ class RunLength(Timer):
         self.max_tokens = max_tokens
         self.throughput = throughput
         self.steps_for_tokens: int | None = None
-        """Optimizer steps of the whole run that `max_tokens` makes."""
-        self._max_steps: int | None = None
+        """Optimizer steps of the whole run that `max_tokens` makes; None: another limit comes first."""
+        self._trainer: Any = None
+        self._max_steps = -1
+        self._resume_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # before the schedule is made
-        if stage == "fit" and self.max_tokens is not None:
-            self._limit_steps(trainer, self.max_tokens, tokens_done=0)
+        if stage == "fit":
+            self._trainer, self._max_steps = trainer, trainer.max_steps
+            self._limit_steps()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if trainer.global_step and self.max_tokens is not None:
-            # the steps behind a continued run may have been of another size
-            self._limit_steps(trainer, self.max_tokens, self.throughput.tokens)
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._resume_step = checkpoint["global_step"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # again, from there: the steps behind a continued run may have been of another size. By now the data
+        # knows its place, and `throughput`, which stands before this callback, its tokens
+        self._limit_steps()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         module: Any = trainer.lightning_module
@@ -60,12 +68,17 @@ class RunLength(Timer):
         }
         return next((name for name, is_reached in reached.items() if is_reached), None)
 
-    def _limit_steps(self, trainer: Trainer, max_tokens: int, tokens_done: int) -> None:
-        if self._max_steps is None:
-            self._max_steps = trainer.max_steps
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        steps = trainer.global_step + data.steps_for_tokens(max_tokens - tokens_done)
-        self.steps_for_tokens = steps
+    def _limit_steps(self) -> None:
+        """To be done before the schedule is made, and before the trainer asks whether anything is left."""
+        if self.max_tokens is None:
+            return
+        trainer = self._trainer
+        steps = trainer.datamodule.steps_for_tokens(
+            self.max_tokens - self.throughput.tokens,
+            most_steps=math.inf if self._max_steps == -1 else self._max_steps - self._resume_step,
+            most_epochs=math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs,
+        )
+        self.steps_for_tokens = None if steps is None else self._resume_step + steps
         trainer.fit_loop.epoch_loop.max_steps = (
-            steps if self._max_steps == -1 else min(steps, self._max_steps)
+            self._max_steps if self.steps_for_tokens is None else self.steps_for_tokens
         )

@@ -176,15 +176,24 @@ class AfmoeDataModule(LightningDataModule):
             state_dict["epoch"], state_dict["packs_consumed"], self._global_step
         )
 
-    def steps_for_tokens(self, num_tokens: int) -> int:
-        """Optimizer steps from where the run stands until `num_tokens` real tokens are reached or passed."""
+    def steps_for_tokens(self, num_tokens: int, *, most_steps: float, most_epochs: float) -> int | None:
+        """Optimizer steps from where the run stands until `num_tokens` real tokens are reached or passed.
+
+        None: they are not within so many further steps and epochs of the run. No later epoch is planned.
+        """
         steps = 0
-        epoch, consumed = self._epoch, self._packs_behind
+        # the trainer learns of its epoch later than this object of where a run continues
+        resume_at = self._resume_at
+        epoch = max(self._epoch, resume_at.epoch)
+        consumed = resume_at.packs_consumed if epoch == resume_at.epoch else 0
         while num_tokens > 0:
+            if steps >= most_steps or epoch >= most_epochs:
+                return None
             tokens = step_tokens(self._epoch_plan(epoch), self.train_split.lengths, self.layout, consumed)
             reached = int(np.searchsorted(np.cumsum(tokens), num_tokens))
             if reached < len(tokens):
-                return steps + reached + 1
+                steps += reached + 1
+                return steps if steps <= most_steps else None
             steps, num_tokens = steps + len(tokens), num_tokens - int(tokens.sum())
             epoch, consumed = epoch + 1, 0
         return steps

@@ -58,6 +58,10 @@ def test_more_tokens_continue_a_run_whose_steps_have_another_size(sft: Run, tmp_
 def test_tokens_and_steps_end_a_run_at_what_comes_first(sft: Run, tmp_path: Path) -> None:
     assert sft(*TINY, "run_name=a", "trainer.max_tokens=100000").code == 0
     assert metrics(tmp_path / "outputs" / "a")["stopped_by"] == "max_steps"
+    # no epoch is planned beyond the other limit: 10^12 tokens would be 10^9 epochs
+    epochs = ["trainer.max_epochs=1", "scheduler=constant", "data.num_train_rows=16"]
+    assert sft(*NO_STEPS, *epochs, "run_name=b", "trainer.max_tokens=1000000000000").code == 0
+    assert metrics(tmp_path / "outputs" / "b")["stopped_by"] == "max_epochs"
     refused = sft(*TINY, "trainer.max_tokens=5", "trainer.limit_train_batches=2")
     assert refused.code == 1
     assert "trainer.max_tokens=5 counts the tokens of whole epochs" in refused.err
