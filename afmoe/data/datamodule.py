@@ -127,7 +127,7 @@ class AfmoeDataModule(LightningDataModule):
         trainer: Any = self.trainer
         # overfitting means the same packs in every epoch
         plan = self._epoch_plan(0 if trainer and trainer.overfit_batches else epoch)
-        return self._loader(
+        loader = self._loader(
             self.train_split,
             plan,
             self.layout,
@@ -135,6 +135,9 @@ class AfmoeDataModule(LightningDataModule):
             packs_consumed=consumed,
             count_flops=self.count_flops,
         )
+        if trainer:
+            _refuse_rare_validation(trainer, len(loader))
+        return loader
 
     def val_dataloader(self) -> PackLoader:
         """Every held-out row once."""
@@ -314,3 +317,14 @@ def _set_batches_done(counts: Any, batches_done: int) -> None:
     num_open = counts.ready - counts.completed
     counts.ready = counts.started = counts.processed = batches_done
     counts.completed = batches_done - num_open
+
+
+def _refuse_rare_validation(trainer: Any, num_batches: int) -> None:
+    """Raise `ConfigError`, where Lightning has a trace, for an interval that no epoch is long enough for."""
+    interval = trainer.val_check_interval
+    counts_in_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches
+    if counts_in_epoch and isinstance(interval, int) and interval > num_batches:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval} counts within an epoch, which has {num_batches} "
+            "micro-batches; lower it, or count across epochs with trainer.check_val_every_n_epoch=null"
+        )

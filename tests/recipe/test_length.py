@@ -148,6 +148,10 @@ def test_early_stopping_ends_a_run_with_a_checkpoint_and_more_patience_continues
             "multiple of trainer.accumulate_grad_batches=2",
         ),
         (["checkpoint.best_mode=least"], "min, max"),
+        (
+            ["trainer.check_val_every_n_epoch=1", "trainer.val_check_interval=100"],
+            "trainer.val_check_interval=100 counts within an epoch",
+        ),
         (["faults.max_skipped_steps=0"], "at least 1"),
         (["trainer.max_tokens=0"], "at least 1"),
     ],
