@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class TextSamples(Callback):
         if not self._samples:
             return
         # every rank generates: experts may live on all of them
-        outputs = self._answers(pl_module, self._samples)
+        outputs = self._answers(pl_module, self._samples, is_alone=trainer.world_size == 1)
         writer = experiment(trainer)
         if writer is not None:
             prompts = [str(self.data.tokenizer.decode(sample.prompt_ids)) for sample in self._samples]
@@ -37,8 +38,9 @@ class TextSamples(Callback):
             table = "\n".join(["| prompt | target | output |", "| --- | --- | --- |", *rows])
             writer.add_text("samples", table, trainer.global_step)
 
-    def _answers(self, module: Any, samples: list[Sample]) -> list[str]:
+    def _answers(self, module: Any, samples: list[Sample], *, is_alone: bool) -> list[str]:
         tokenizer = self.data.tokenizer
+        stops = [self.data.renderer.end_of_turn_id, tokenizer.eos_token_id]
         length = max(len(sample.prompt_ids) for sample in samples)
         fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         ids = [[fill] * (length - len(sample.prompt_ids)) + sample.prompt_ids for sample in samples]
@@ -47,10 +49,14 @@ class TextSamples(Callback):
             torch.tensor(ids, device=module.device),
             self.max_new_tokens,
             attention_mask=torch.tensor(mask, device=module.device),
-            eos_token_id=[self.data.renderer.end_of_turn_id, tokenizer.eos_token_id],
+            # ranks whose tokens rounding sets apart would end at different steps, and wait for each other
+            eos_token_id=stops if is_alone else None,
             pad_token_id=fill,
         )[:, length:]
-        return tokenizer.batch_decode(new_BS, skip_special_tokens=True)
+        answers = [
+            list(itertools.takewhile(lambda token: token not in stops, row)) for row in new_BS.tolist()
+        ]
+        return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
 
 def _cell(text: str) -> str:

@@ -50,6 +50,9 @@ class AfmoeDeepSpeedPrecision(DeepSpeedPrecision):
             # what ZeRO clipped by, infinite where it left the step out; without ZeRO the module clips
             model.gradient_norm = torch.as_tensor(engine.optimizer._global_grad_norm, device=model.device)
             model.bad_step = model.find_bad_step()
+            # ZeRO does not call the optimizer whose hook would tell
+            overflow = float(getattr(engine.optimizer, "overflow", False))
+            model.skipped_step = torch.full((), overflow, device=model.device)
         return result
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

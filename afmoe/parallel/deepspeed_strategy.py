@@ -26,7 +26,12 @@ from torch.optim import Optimizer
 from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.optim.muon import MuonWithAdamW
 from afmoe.parallel.deepspeed_precision import AfmoeDeepSpeedPrecision
-from afmoe.parallel.expert_parallel import ExpertRanks, expert_range, without_shm_comm
+from afmoe.parallel.expert_parallel import (
+    ExpertRanks,
+    expert_range,
+    set_timeout_of_all_groups,
+    without_shm_comm,
+)
 from afmoe.parallel.optimizer_groups import CanonicalGroups
 from afmoe.parallel.partitions import Partitions
 from afmoe.parallel.sharded_muon import ShardedMuon
@@ -116,6 +121,8 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
         engine = self._engine(
             model, self.config, model_parameters=parameters, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
+        assert self._timeout is not None
+        set_timeout_of_all_groups(self._timeout)
         if self.stage in (1, 2):
             # else it would take steps with NaN where the working dtype is bf16
             engine.optimizer.check_grad_overflow = True

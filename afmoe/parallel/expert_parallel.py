@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
 from afmoe.moe.dispatch import make_dispatcher
@@ -50,14 +52,16 @@ class ExpertRanks:
         self.group: Any = groups._get_expert_parallel_group(name)
         """The ranks that share one set."""
         self.rank = dist.get_rank(self.group)
+        self._connected: AfmoeForCausalLM | None = None
 
     def connect(self, module: nn.Module, model: AfmoeForCausalLM) -> None:
         """Let the tokens of `model`, a part of `module` that holds this rank's experts, find the others'.
 
         Before optimizer and engine are made; once.
         """
-        if _MARKER in dict(module.named_children()):
+        if self._connected is model:
             return
+        self._connected = model
         num_experts = model.config.num_experts
         dispatcher = make_dispatcher(model.model.dispatch, num_experts=num_experts, process_group=self.group)
         own = expert_range(self.rank, num_experts, self.ep_size)
@@ -68,7 +72,13 @@ class ExpertRanks:
                 tags: Any = parameter
                 tags.allreduce, tags.group_name = False, group_name(self.ep_size)
             block.dispatcher = dispatcher
-        module.add_module(_MARKER, ExpertParallelMarker(num_experts, self.ep_size))
+        # where all are frozen the optimizer has no group of experts, which DeepSpeed would then miss
+        if any(
+            parameter.requires_grad
+            for block in iter_moe_blocks(model)
+            for parameter in block.experts.parameters()
+        ):
+            module.add_module(_MARKER, ExpertParallelMarker(num_experts, self.ep_size))
 
     def slice(self, whole: Tensor) -> Tensor:
         """This rank's experts of a stacked tensor."""
@@ -108,6 +118,12 @@ def group_name(ep_size: int) -> str:
 def is_shared(parameter: nn.Parameter) -> bool:
     """Whether ranks hold different parts of it."""
     return getattr(parameter, "allreduce", True) is False
+
+
+def set_timeout_of_all_groups(timeout: timedelta) -> None:
+    """DeepSpeed makes its groups with torch's own time limits: 10 minutes with NCCL, 30 with gloo."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

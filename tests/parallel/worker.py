@@ -160,6 +160,7 @@ class Watch(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.skipped: list[float | None] = []
         self.gradients: dict[str, Tensor] = {}
         self.gradient_dtypes: dict[str, str] = {}
         self.counts: list[Tensor] = []
@@ -179,6 +180,8 @@ class Watch(pl.Callback):
             return
         self.losses.append(float(trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")))
         self.norms.append(float(pl_module.gradient_norm))
+        skipped = pl_module.skipped_step
+        self.skipped.append(None if skipped is None else float(skipped))
         counts_LE = torch.stack([block.statistics.counts_E for block in iter_moe_blocks(pl_module)])
         self.counts.append(trainer.strategy.reduce(counts_LE.clone(), reduce_op="sum"))
 
@@ -298,6 +301,7 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     weights = all_made(dict(trainer.strategy.lightning_module_state_dict()))
     result = {
         "losses": watch.losses,
+        "skipped": watch.skipped,
         "norms": watch.norms,
         "gradients": watch.gradients,
         "counts": watch.counts,
