@@ -109,8 +109,8 @@ def test_two_gigabytes_take_a_quarter_of_their_size_in_memory(tmp_path, source_l
         # measured: 435, 232 and 311 MB, 226 of them for the libraries; 0.5 to 0.9 of a plain copy's speed
         assert peak < 0.25 * size
         assert not has_transformers
-        # a conversion that grows with the square of the tensors would take minutes; the clock is the wall's, and
-        # 4 times failed once while other work held both cores
+        # a conversion that grows with the square of the tensors would take minutes; the clock is the wall's,
+        # and 4 times failed once while other work held both cores
         assert seconds < 10 * plain * written / size + 3
     finally:
         shutil.rmtree(source)
