@@ -20,7 +20,7 @@ from tests.recipe.test_runs import assert_same_weights, weights
 INTERVAL = 5
 OVERRIDES = [
     *TINY,
-    "trainer.max_steps=200",
+    "trainer.max_steps=400",
     "trainer.val_check_interval=30",
     f"checkpoint.every_n_steps={INTERVAL}",
     "data.batch_size=1",
@@ -65,7 +65,7 @@ def wait_for_the_moment(process: subprocess.Popen, run: Path, moments: random.Ra
         if process.poll() is not None:
             return
         time.sleep(0.01)
-    time.sleep(moments.uniform(0.0, 0.4))
+    time.sleep(moments.uniform(0.0, 0.2))
 
 
 def steps_done(run: Path) -> int:

@@ -130,7 +130,7 @@ def test_values_that_torch_has_to_judge_are_one_line_too(sft: Callable[..., Resu
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\nnot json\n')
     (tmp_path / "empty").mkdir()
     mistakes = {
-        "optim.lr=-1.0": "optim.lr must be positive, got -1.0",
+        "optim.lr=-1.0": "optim.lr must be positive and finite, got -1.0",
         "scheduler.decay_fraction=2.0": "scheduler.decay_fraction must lie in [0, 1], got 2.0",
         "model.hidden_act=sillu": "sillu",
         "model.vocab_size=10": "model.vocab_size=10 is smaller than the tokenizer",
