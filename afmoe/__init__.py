@@ -37,9 +37,9 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "CONF_DIRECTORY":
-        # the folder that holds the config groups: `conf/` of a checkout, or the installed package of that
-        # name
-        return Path(importlib.import_module("conf").__file__ or "").parent
+        # beside this package, in a checkout and where it is installed; not imported by its name, which a
+        # folder `conf/` beside a person's own program has too
+        return Path(__file__).resolve().parent.parent / "conf"
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'afmoe' has no attribute {name!r}")
