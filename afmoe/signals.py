@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 RESUME_ME = 75
 BY_HAND = 130
 
+_ASKED_AGAIN_SECONDS = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -59,6 +60,12 @@ class StopSignals:
         if os.getpid() != self._process:
             # a forked loader of data: Ctrl-C reaches it too, and its run ends it
             return
+        if not self.waits and _is_importing(frame):
+            # C++ may have asked for the import, and an exception that meets it there aborts the process
+            again = threading.Timer(_ASKED_AGAIN_SECONDS, os.kill, (self._process, number))
+            again.daemon = True
+            again.start()
+            return
         if number == signal.SIGINT:
             # the next one is not ours to see: it works while a library call holds the interpreter, too
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -83,6 +90,15 @@ class StopSignals:
         """End the run, for the signal that came here or, by its number, to another rank."""
         self.received = number = self.received or number or signal.SIGTERM
         raise Interrupted(number, self.rank, agreed=agreed)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is running anywhere below `frame`."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

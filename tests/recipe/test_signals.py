@@ -5,11 +5,13 @@ A callback sends this process real signals, so that the moment is known.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from afmoe import register
 from afmoe.checkpoint.directory import checkpoint_step, newest_checkpoint
+from afmoe.signals import Interrupted, stop_signals
 from tests.recipe.conftest import RECIPE, TINY, Result
 from tests.recipe.test_runs import assert_same_weights, metrics, weights
 
@@ -209,6 +212,24 @@ def test_a_dead_process_holds_no_lock(tmp_path: Path, sft: Run) -> None:
         holder.wait()
     result = sft(*TINY, "run_name=a", "trainer.max_steps=1", "export.enabled=false")
     assert result.code == 0, result.err
+
+
+def test_a_signal_in_an_import_waits_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ asks for imports too, and an exception in one of those aborts the process."""
+    module = """
+        import os, signal, time
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10):
+            time.sleep(0.01)
+        is_whole = True
+    """
+    (tmp_path / "imported_under_a_signal.py").write_text(textwrap.dedent(module))
+    monkeypatch.syspath_prepend(tmp_path)
+    with stop_signals(rank=0), pytest.raises(Interrupted) as ended:
+        imported = importlib.import_module("imported_under_a_signal")
+        time.sleep(10)
+    assert imported.is_whole
+    assert ended.value.code == 75
 
 
 TWO_RANKS = ["trainer.devices=2", "trainer/strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=8"]
