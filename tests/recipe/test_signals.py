@@ -225,7 +225,7 @@ def test_a_signal_in_an_import_waits_for_its_end(tmp_path: Path, monkeypatch: py
     """
     (tmp_path / "imported_under_a_signal.py").write_text(textwrap.dedent(module))
     monkeypatch.syspath_prepend(tmp_path)
-    with stop_signals(rank=0), pytest.raises(Interrupted) as ended:
+    with stop_signals(rank=0), pytest.raises(Interrupted) as ended:  # noqa: PT012 (where it comes is the point)
         imported = importlib.import_module("imported_under_a_signal")
         time.sleep(10)
     assert imported.is_whole
