@@ -258,6 +258,9 @@ class AfmoeDataModule(LightningDataModule):
         if self._epoch == self._resume_at.epoch:
             # the whole run's count decides when to validate
             _set_batches_done(progress.total, self._global_step * self.accumulate)
+        else:
+            # of the epoch before: where a validation was due at its end, the new one would be over at once
+            progress.is_last_batch = False
         _set_batches_done(progress.current, self.batches_done)
 
     @property

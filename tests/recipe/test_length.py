@@ -188,6 +188,21 @@ def test_the_best_checkpoint_is_kept_and_continues_like_any_other(sft: Run, tmp_
     assert steps_of(outputs / "c") == [8, 9]
 
 
+def test_a_run_continues_from_the_end_of_an_epoch_at_which_a_validation_was_due(
+    sft: Run, tmp_path: Path
+) -> None:
+    # an epoch is 10 batches
+    options = [*TINY, "scheduler=constant", "trainer.max_steps=13", "trainer.val_check_interval=5"]
+    options += ["data.batch_size=4", "checkpoint.every_n_steps=5", "checkpoint.keep_last=3"]
+    assert sft(*options, "run_name=a").code == 0
+    assert sft(*options, "run_name=b", "resume=outputs/a/checkpoints/step-000010").code == 0
+    assert (
+        metrics(tmp_path / "outputs" / "b")["train/tokens"]
+        == metrics(tmp_path / "outputs" / "a")["train/tokens"]
+    )
+    assert_same_weights(weights(tmp_path / "outputs" / "a"), weights(tmp_path / "outputs" / "b"))
+
+
 def test_a_moved_run_folder_continues_bitwise(sft: Run, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     constant = [*TINY, "scheduler=constant"]
