@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
-from transformers import PreTrainedTokenizerBase
 
 from afmoe.checkpoint.atomic import write_text
 from afmoe.checkpoint.directory import newest_checkpoint
@@ -26,7 +25,7 @@ from afmoe.module import AfmoeModule
 from afmoe.parallel.deepspeed import gathered_tensors
 from afmoe.run import Run, command_line, started_from
 from afmoe.signals import Interrupted
-from callbacks.run_metrics import RunMetrics, write_metrics
+from callbacks.run_metrics import RunMetrics, callback_of, write_metrics
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +42,7 @@ _PACKAGES = (
 )
 
 
-def record_start(
-    config: RunConfig, run: Run, data: AfmoeDataModule, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def record_start(config: RunConfig, run: Run, data: AfmoeDataModule) -> None:
     """Write `data_report.json` and `run.json`: command line, versions, and hashes of what the result depends
     on.
     """
@@ -53,7 +50,7 @@ def record_start(
         return
     write_text(run.directory / "data_report.json", json.dumps(data.report, indent=2) + "\n")
     # `load_tokenizer` refuses any other kind
-    fast_tokenizer: Any = tokenizer.backend_tokenizer
+    fast_tokenizer: Any = data.tokenizer.backend_tokenizer
     config_text = (run.directory / "config.yaml").read_text(encoding="utf-8")
     own = run.resume_from is None or run.resume_from.is_relative_to(run.directory)
     record = {
@@ -73,7 +70,7 @@ def record_start(
 
 
 @contextmanager
-def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterator[None]:
+def stopped_early(run: Run, trainer: pl.Trainer) -> Iterator[None]:
     """Leave a `metrics.json` that says so when the run ends with an error or a signal."""
     try:
         yield
@@ -89,7 +86,7 @@ def stopped_early(run: Run, trainer: pl.Trainer, metrics: RunMetrics) -> Iterato
                 )
             status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
             try:
-                write_metrics(run.directory / "metrics.json", trainer, metrics, status)
+                write_metrics(run.directory / "metrics.json", trainer, status)
             except MachineError as second:
                 # what ended the run is the news, a full disk has more than one victim
                 log.warning("%s", second)
@@ -102,17 +99,17 @@ def finish(
     trainer: pl.Trainer,
     module: AfmoeModule,
     data: AfmoeDataModule,
-    metrics: RunMetrics,
 ) -> dict[str, Any]:
     """Validate the last weights, export them, write `metrics.json`; returns what it holds.
 
     `metrics.json` comes last: `finished` means that everything else is there.
     """
-    if metrics.validated_step != trainer.global_step and len(data.validation_split):
+    validated_step = callback_of(trainer, RunMetrics).validated_step
+    if validated_step != trainer.global_step and len(data.validation_split):
         trainer.validate(module, data, verbose=False)
     if config.export.enabled:
         _export(config, run, trainer, module, data)
-    values = write_metrics(run.directory / "metrics.json", trainer, metrics, "finished")
+    values = write_metrics(run.directory / "metrics.json", trainer, "finished")
     if trainer.logger is not None:
         trainer.logger.finalize("success")
     return values

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from afmoe.build import ModelSource, meta_model, training_memory_gib
+from afmoe.assembly import ModelSource, meta_model, training_memory_gib
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.hardware import Hardware
@@ -41,13 +41,7 @@ def show_start(
 @rank_zero_only
 def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, hardware: Hardware) -> None:
     """What a run would do: the model on the meta device, one batch read."""
-    plugins = {
-        "attention": config.attention,
-        "compute": config.moe.compute,
-        "dispatch": config.moe.dispatch,
-        "hardware": hardware,
-    }
-    model = meta_model(source, plugins)
+    model = meta_model(config, source, hardware)
     rows = _rows(config, model, data, hardware, num_ranks=1)
     needed_gib = training_memory_gib(config, source.config, hardware)
     fits = "" if needed_gib <= hardware.memory_gib else ": it does not fit"

@@ -29,56 +29,34 @@ def train(config: RunConfig, run: Run, signals: StopSignals) -> float | None:
     """Read the data, build the model, train, validate, export."""
     import lightning.pytorch as pl
 
-    from afmoe import build, finish, screens
+    from afmoe import assembly, finish, screens
     from afmoe.console import quiet_libraries
-    from afmoe.data.datamodule import AfmoeDataModule
-    from afmoe.flops import ModelFlops
     from afmoe.hardware import detect_hardware
-    from callbacks.run_metrics import RunMetrics
-    from callbacks.throughput import Throughput
 
     quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
     hardware = detect_hardware(config.trainer.accelerator)
-    build.check_choices(config, hardware)
+    assembly.check_choices(config, hardware)
+    source = assembly.find_model(config)
+    assembly.check_model(config, source, hardware)
 
-    pretrained = build.find_pretrained(config.model)
-    tokenizer = build.make_tokenizer(config, pretrained)
-    source = build.model_source(config, tokenizer, pretrained)
-    build.check_export(config, source)
-    build.check_optimizer(config, source)
-
-    data = AfmoeDataModule(
-        configure("data", config.data),
-        tokenizer,
-        seed=config.seed,
-        accumulate=config.trainer.accumulate_grad_batches,
-        count_flops=ModelFlops.of(source.config).training,
-    )
-    data.setup()
-    metrics = RunMetrics(Throughput())
-    callbacks = build.make_callbacks(config, run, data, metrics, signals)
-    trainer = build.make_trainer(config, run, callbacks, hardware)
-    build.check_parallelism(config, source, trainer, hardware)
+    data = assembly.make_data(config, source)
+    callbacks = assembly.make_callbacks(config, run, data, signals)
+    trainer = assembly.make_trainer(config, run, callbacks, hardware)
+    assembly.check_parallelism(config, source, trainer, hardware)
     if config.dry_run:
         screens.show_plan(config, source, data, hardware)
         return None
 
-    model = build.make_model(
-        config,
-        source,
-        tokenizer,
-        hardware,
-        expert_range=build.held_range(source, trainer),
-        weights_follow=run.resume_from is not None,
-    )
-    module = build.make_module(config, model, data)
-    finish.record_start(config, run, data, tokenizer)
+    weights_follow = run.resume_from is not None
+    model = assembly.make_model(config, source, trainer, hardware, weights_follow=weights_follow)
+    module = assembly.make_module(config, model, data)
+    finish.record_start(config, run, data)
     screens.show_start(config, run, model, data, hardware, trainer)
 
-    with finish.stopped_early(run, trainer, metrics):
+    with finish.stopped_early(run, trainer):
         trainer.fit(module, data, ckpt_path=run.resume_from)
-        values = finish.finish(config, run, trainer, module, data, metrics)
+        values = finish.finish(config, run, trainer, module, data)
     screens.show_end(run, trainer, values)
     return values.get("val/loss")
 

@@ -24,7 +24,6 @@ from typing import Any
 from afmoe.compose import recipe
 from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, ScriptParser, script_errors
-from afmoe.registry import configure
 from afmoe.run import open_run
 from afmoe.signals import stop_signals
 
@@ -77,33 +76,20 @@ def measure(config: RunConfig, clock: Any) -> dict[str, list[float]]:
     """Seconds of each step of the trainer and of the bare loop."""
     import lightning.pytorch as pl
 
-    from afmoe import build
+    from afmoe import assembly
     from afmoe.console import quiet_libraries
-    from afmoe.data.datamodule import AfmoeDataModule
-    from afmoe.flops import ModelFlops
     from afmoe.hardware import detect_hardware
-    from callbacks.run_metrics import RunMetrics
-    from callbacks.throughput import Throughput
 
     quiet_libraries()
     pl.seed_everything(config.seed, verbose=False)
     hardware = detect_hardware(config.trainer.accelerator)
-    tokenizer = build.make_tokenizer(config, None)
-    source = build.model_source(config, tokenizer, None)
-    data = AfmoeDataModule(
-        configure("data", config.data),
-        tokenizer,
-        seed=config.seed,
-        accumulate=config.trainer.accumulate_grad_batches,
-        count_flops=ModelFlops.of(source.config).training,
-    )
-    data.setup()
+    source = assembly.find_model(config)
+    data = assembly.make_data(config, source)
     with open_run(config) as run, stop_signals(run.rank) as signals:
-        callbacks = build.make_callbacks(config, run, data, RunMetrics(Throughput()), signals)
-        trainer = build.make_trainer(config, run, callbacks, hardware)
-        experts = build.held_range(source, trainer)
-        model = build.make_model(config, source, tokenizer, hardware, expert_range=experts)
-        module = build.make_module(config, model, data)
+        callbacks = assembly.make_callbacks(config, run, data, signals)
+        trainer = assembly.make_trainer(config, run, callbacks, hardware)
+        model = assembly.make_model(config, source, trainer, hardware)
+        module = assembly.make_module(config, model, data)
         loop = BareLoop(copy.deepcopy(module.model), module.optim, data)
         beside = make_callback(loop, clock)
         trainer.callbacks.append(beside)  # pyright: ignore[reportAttributeAccessIssue]

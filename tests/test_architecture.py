@@ -70,7 +70,7 @@ LAYERS = [
     ["afmoe.module"],
     ["afmoe.fault_record"],
     ["callbacks"],
-    ["afmoe.build", "afmoe.console", "afmoe.finish", "afmoe.replay", "afmoe.screens"],
+    ["afmoe.assembly", "afmoe.console", "afmoe.finish", "afmoe.replay", "afmoe.screens"],
     ["recipes", "scripts"],
 ]
 # `from_pretrained` and `save_pretrained` are methods of the model that people look for there; the work is

@@ -222,7 +222,7 @@ def tiny_config(case: Case, vocab_size: int) -> AfmoeConfig:
 
 
 def drawn_model(config: AfmoeConfig, trainer: pl.Trainer) -> AfmoeForCausalLM:
-    """As `afmoe.build.make_model` draws one."""
+    """As `afmoe.assembly.make_model` draws one."""
     with torch.device("meta"):
         model = AfmoeForCausalLM(config, compute="reference", dispatch="all_to_all")
     hold_experts(model, rank_experts(trainer.strategy, config.num_experts))

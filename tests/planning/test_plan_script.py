@@ -177,7 +177,7 @@ def test_the_table_of_the_page_is_what_the_program_prints(plan: Callable[..., st
 
 
 def test_a_run_is_refused_by_what_its_ranks_share(script: ModuleType) -> None:
-    from afmoe.build import training_memory_gib
+    from afmoe.assembly import training_memory_gib
     from afmoe.hardware import Hardware
     from afmoe.planning.shape_of_run import planned_shape
 
