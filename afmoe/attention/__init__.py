@@ -22,17 +22,21 @@ from afmoe.hardware import Hardware
 
 
 class AttentionPlugin(Protocol):
-    """What a plugin of the group `attention` offers. Made by `registry.build(config, window=..., ...)`."""
+    """What a plugin of the group `attention` offers. Made by `registry.build(config, window=..., ...)`.
+
+    As a base class it gives what a plugin has that runs anywhere and waits for nothing.
+    """
 
     Config: ClassVar[type]
     name: ClassVar[str]
-    layer_kinds: frozenset[bool]
+    window: int
+    layer_kinds: frozenset[bool] = frozenset((False, True))
     """Set by the model once it has its layers: whether some are sliding (True), some full (False). `prepare`
     need not serve a kind that is not there, and must not leave work for the layers to do once."""
 
     def __init__(self, config: Any, *, window: int, hardware: Hardware | None = None) -> None:
         """`window`: tokens that a query of a sliding layer sees, itself included."""
-        ...
+        self.window = window
 
     @classmethod
     def why_not(
@@ -42,7 +46,7 @@ class AttentionPlugin(Protocol):
 
         `is_training`: backward is wanted, and `dropout` of the attention weights.
         """
-        ...
+        return None
 
     @classmethod
     def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
@@ -50,7 +54,7 @@ class AttentionPlugin(Protocol):
 
         None: it can. `is_compiled`: in a step that is one compiled graph.
         """
-        ...
+        return None
 
     def prepare(self, layout: SequenceLayout) -> Any:
         """Masks, or whatever the kernel wants in their place, for both kinds of layer."""

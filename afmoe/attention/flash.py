@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afmoe.attention import AttentionPlugin
 from afmoe.attention.layout import SequenceLayout
 from afmoe.attention.varlen import Sequences, sequences, varlen_attention
 from afmoe.errors import MachineError
@@ -28,7 +29,7 @@ _NO_PACKAGE = (
 
 
 @register("attention", "flash")
-class FlashAttention:
+class FlashAttention(AttentionPlugin):
     """In bf16 or fp16. Once a forward it waits for the GPU: packed or padded rows have to be counted."""
 
     @dataclass(kw_only=True)
@@ -36,7 +37,7 @@ class FlashAttention:
         pass
 
     def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
-        self.window = window
+        super().__init__(config, window=window, hardware=hardware)
         try:
             package = importlib.import_module(PACKAGE)
         except ImportError as error:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from afmoe.attention import AttentionPlugin
 from afmoe.attention.layout import SequenceLayout
 from afmoe.errors import MachineError
 from afmoe.hardware import Hardware
@@ -35,15 +36,12 @@ _NO_BACKWARD = (
 
 
 @register("attention", "flex")
-class FlexAttention:
+class FlexAttention(AttentionPlugin):
     """Compiled on a GPU. On a CPU torch's unfused form: forward only, with a matrix of all scores."""
 
     @dataclass(kw_only=True)
     class Config:
         pass
-
-    def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
-        self.window = window
 
     @classmethod
     def why_not(

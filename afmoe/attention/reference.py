@@ -6,32 +6,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from afmoe.attention import AttentionPlugin
 from afmoe.attention.layout import SequenceLayout
 from afmoe.attention.softmax import attend
-from afmoe.hardware import Hardware
 from afmoe.registry import register
 
 
 @register("attention", "reference")
-class ReferenceAttention:
+class ReferenceAttention(AttentionPlugin):
     """Time and memory grow with the square of the sequence, in sliding layers too."""
 
     @dataclass(kw_only=True)
     class Config:
         pass
-
-    def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
-        self.window = window
-
-    @classmethod
-    def why_not(
-        cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
-    ) -> str | None:
-        return None
-
-    @classmethod
-    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
-        return None
 
     def prepare(self, layout: SequenceLayout) -> tuple[Tensor | None, Tensor | None]:
         """The masks of full and of sliding layers, [B or 1, queries, keys]."""

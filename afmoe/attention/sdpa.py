@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afmoe.attention import AttentionPlugin
 from afmoe.attention.layout import SequenceLayout
 from afmoe.attention.softmax import attend
-from afmoe.hardware import Hardware
 from afmoe.registry import register
 
 # narrower blocks than this cost more in small matrix products than they save
@@ -25,25 +25,10 @@ _FEW_KEYS = 4
 
 
 @register("attention", "sdpa")
-class SdpaAttention:
-    layer_kinds = frozenset((False, True))
-
+class SdpaAttention(AttentionPlugin):
     @dataclass(kw_only=True)
     class Config:
         pass
-
-    def __init__(self, config: Config, *, window: int, hardware: Hardware | None = None) -> None:
-        self.window = window
-
-    @classmethod
-    def why_not(
-        cls, config: Config, *, hardware: Hardware, head_dim: int, dropout: float, is_training: bool
-    ) -> str | None:
-        return None
-
-    @classmethod
-    def why_no_static_cache(cls, *, device_type: str, is_compiled: bool) -> str | None:
-        return None
 
     def prepare(self, layout: SequenceLayout) -> Masks:
         return Masks(layout, self.window, self.layer_kinds)
