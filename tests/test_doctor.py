@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import resource
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from afmoe.hardware import Hardware
 from afmoe.plugins import PLUGINS
+from tests.programs import load_program
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "doctor.py"
@@ -26,12 +26,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def doctor() -> Any:
-    specification = importlib.util.spec_from_file_location("doctor", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_program(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -10,31 +10,19 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
+from afmoe import iter_moe_blocks
 from afmoe.module import AfmoeModule
 from afmoe.registry import build, configure
 from callbacks.gather_steps import GatherSteps
 from callbacks.run_metrics import RunMetrics
+from tests.optim.trained_model import small_model
 
 NAN = math.nan
 
 
 def module_on(device: str) -> AfmoeModule:
-    config = AfmoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_dense_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
     with torch.device(device):
-        model = AfmoeForCausalLM(config)
+        model = small_model()
     for block in iter_moe_blocks(model):
         block.statistics_on(torch.device(device))
     optim, scheduler = (

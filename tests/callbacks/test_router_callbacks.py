@@ -14,12 +14,13 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 from torch.utils.data import DataLoader, Dataset
 
-from afmoe import AfmoeConfig, AfmoeForCausalLM, iter_moe_blocks
+from afmoe import iter_moe_blocks
 from afmoe.errors import ConfigError
 from afmoe.module import AfmoeModule
 from afmoe.optim.loss_scaling import LossScaling
 from afmoe.registry import build, configure
 from callbacks.heat_map import heat_map
+from tests.optim.trained_model import small_model
 
 
 class Batches(Dataset):
@@ -51,25 +52,8 @@ class Batches(Dataset):
 
 
 def make_module(**changes: Any) -> AfmoeModule:
-    config = AfmoeConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "num_shared_experts": 1,
-            "sliding_window": 8,
-            "mup_enabled": True,
-        }
-        | changes
-    )
     return AfmoeModule(
-        AfmoeForCausalLM(config),
+        small_model(moe_intermediate_size=32, mup_enabled=True, **changes),
         optim=build(configure("optim", {"name": "adamw", "lr": 1e-2})),
         scheduler=build(configure("scheduler", "wsd")),
         seed=0,

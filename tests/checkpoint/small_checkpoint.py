@@ -33,13 +33,14 @@ FIELDS: dict[str, Any] = {
     "num_shared_experts": 1,
     "sliding_window": 4,
     "route_scale": 2.5,
-    "mup_enabled": True,
 }
 
 
 def small_model(**fields: Any) -> AfmoeForCausalLM:
     """Norms, biases and selection bias not at their trivial initial values, most experts in use."""
-    model = AfmoeForCausalLM(AfmoeConfig(**FIELDS | fields), attention="reference", compute="reference")
+    model = AfmoeForCausalLM(
+        AfmoeConfig(**FIELDS | {"mup_enabled": True} | fields), attention="reference", compute="reference"
+    )
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() == 1:

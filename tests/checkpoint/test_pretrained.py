@@ -23,23 +23,8 @@ from afmoe.checkpoint.pretrained import load_pretrained, save_pretrained
 from afmoe.config import AfmoeConfig
 from afmoe.errors import ConfigError, MachineError
 from afmoe.model import AfmoeForCausalLM
+from tests.checkpoint.small_checkpoint import FIELDS
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_dense_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 11,
-    "num_experts_per_tok": 3,
-    "num_shared_experts": 1,
-    "sliding_window": 4,
-    "route_scale": 2.5,
-}
 VARIANTS = {
     "default": {},
     "tied": {"tie_word_embeddings": True, "mup_enabled": True},
@@ -54,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensor
 
 
 def their_model(fields):
-    model = TransformersModel(TransformersConfig(**copy.deepcopy(SMALL | fields))).eval()
+    model = TransformersModel(TransformersConfig(**copy.deepcopy(FIELDS | fields))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "expert_bias" in name or "router" in name or name.endswith("bias"):
@@ -64,7 +49,7 @@ def their_model(fields):
 
 def our_model(fields):
     model = AfmoeForCausalLM(
-        AfmoeConfig(**copy.deepcopy(SMALL | fields)), attention="reference", compute="reference"
+        AfmoeConfig(**copy.deepcopy(FIELDS | fields)), attention="reference", compute="reference"
     )
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -289,7 +274,7 @@ def test_an_index_that_promises_too_much_is_refused(tmp_path):
     ],
 )
 def test_other_formats_are_refused_with_a_way_out(tmp_path, file, message):
-    write_config(AfmoeConfig(**SMALL), tmp_path, "hf", torch.float32)
+    write_config(AfmoeConfig(**FIELDS), tmp_path, "hf", torch.float32)
     (tmp_path / file).write_text("x")
     with pytest.raises(ConfigError, match=message):
         load(tmp_path)
@@ -297,7 +282,7 @@ def test_other_formats_are_refused_with_a_way_out(tmp_path, file, message):
 
 def test_what_does_not_fit_in_memory_is_refused_before_reading_with_both_figures(tmp_path):
     # a billion experts a layer are 18 TB in fp32; there are no weights to read
-    write_config(AfmoeConfig(**SMALL | {"num_experts": 10**9}), tmp_path, "hf", torch.float32)
+    write_config(AfmoeConfig(**FIELDS | {"num_experts": 10**9}), tmp_path, "hf", torch.float32)
     with pytest.raises(MachineError, match=r"in float32 needs [\d.]+ GiB of memory, [\d.]+ GiB are free"):
         load(tmp_path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from afmoe.errors import script_errors
 from afmoe.planning import GIB
+from tests.programs import load_program
 
 ROOT = Path(__file__).parents[2]
 MINI = [
@@ -35,12 +35,7 @@ MINI = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts" / "plan.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(ROOT / "scripts" / "plan.py")
 
 
 @pytest.fixture

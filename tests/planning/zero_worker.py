@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.data.tokenizer import load_tokenizer
-from afmoe.model import AfmoeForCausalLM
 from afmoe.module import AfmoeModule
-from afmoe.moe.block import hold_experts
-from afmoe.parallel.deepspeed import rank_experts
 from afmoe.registry import build, configure
+from tests.parallel.worker import drawn_model
 from tests.planning.small_model import config, num_bytes, setup_of
 
 
@@ -93,10 +91,7 @@ def measure(changes: dict[str, Any], counting: Counting) -> dict[str, int]:
         num_sanity_val_steps=0,
         max_epochs=-1,
     )
-    with torch.device("meta"):
-        model = AfmoeForCausalLM(setup.model, compute="reference", dispatch="all_to_all")
-    hold_experts(model, rank_experts(trainer.strategy, setup.model.num_experts))
-    model.to_empty(device="cpu").init_weights()
+    model = drawn_model(setup.model, trainer)
     module = AfmoeModule(
         model,
         optim=build(configure("optim", setup.optimizer)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import subprocess
@@ -10,32 +9,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.programs import load_program
+from tests.small_recipe import TINY_MODEL, TINY_REVERSE_TEXT, TINY_RUN
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
 
-# a model of 60,000 parameters that trains a step in about 20 ms
+# with layers of both kinds of attention, and nothing beside the steps but checkpoints
 TINY = [
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.moe_intermediate_size=32",
-    "model.num_hidden_layers=3",
-    "model.head_dim=16",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "model.num_experts=4",
-    "model.sliding_window=16",
+    *(f"{key}={value}" for key, value in (TINY_MODEL | TINY_REVERSE_TEXT | TINY_RUN).items()),
     "model.global_attn_every_n_layers=3",
-    "data.sequence_length=64",
-    "data.batch_size=2",
-    "data.num_train_rows=64",
-    "data.num_validation_rows=8",
-    "trainer.max_steps=4",
     "trainer.val_check_interval=100",
-    "trainer.log_every_n_steps=1",
-    "trainer.enable_progress_bar=false",
     "checkpoint.every_n_steps=2",
     "samples.count=0",
 ]
@@ -48,22 +34,13 @@ class Result:
     err: str
 
 
-def load_recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sft", RECIPE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def sft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> Callable[..., Result]:
     """Call the recipe with overrides, in this process and in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe()
+    recipe = load_program(RECIPE)
 
     def run(*overrides: str) -> Result:
         capfd.readouterr()

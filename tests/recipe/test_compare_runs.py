@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
 
 from afmoe.step_records import FILE, append, keep_until, read_records
 from callbacks.record_steps import checksums, shortest
+from tests.recipe.conftest import TINY
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_runs.py"
 

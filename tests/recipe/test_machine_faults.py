@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 from afmoe.checkpoint.directory import newest_checkpoint, whole_checkpoints
-from tests.recipe.conftest import RECIPE, TINY, Result, load_recipe
+from tests.programs import load_program
+from tests.recipe.conftest import RECIPE, TINY, Result
 from tests.recipe.test_runs import assert_same_weights, metrics, weights
 
 Run = Callable[..., Result]
@@ -150,7 +151,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, steps in (("a", 4), ("whole", 6)):
             overrides = [f"run_name={name}", f"trainer.max_steps={steps}", "scheduler=constant"]
             patch.setattr(sys, "argv", ["sft.py", *TINY, *overrides, "export.enabled=false"])
-            load_recipe().main()
+            load_program(RECIPE).main()
     return folder / "outputs" / "a"
 
 
