@@ -27,9 +27,6 @@ class BalancedRouting(MoeCallback):
     class Config:
         pass
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def prepare(self, block: MoeBlock) -> None:
         block.router.balanced = True
 

@@ -23,9 +23,6 @@ class Fp32Router(MoeCallback):
     class Config:
         pass
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def prepare(self, block: MoeBlock) -> None:
         # set first: with it the weights stay fp32 when the trainer casts the model to its precision
         block.router.fp32 = True

@@ -19,8 +19,5 @@ class FreezeRouter(MoeCallback):
     class Config:
         pass
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
     def prepare(self, block: MoeBlock) -> None:
         block.router.requires_grad_(False)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from afmoe.model import iter_moe_blocks
+from callbacks.moe_callback import routing_statistics
 
 _RECENT_STEPS = 20
 
@@ -70,9 +70,7 @@ class GatherSteps(Callback):
         if not pl_module.is_step_end(batch_idx):
             return
         self._known.append((trainer.global_step, self._rates, batch["num_real_tokens"]))
-        statistics = [
-            block.statistics for block in iter_moe_blocks(pl_module) if block.statistics is not None
-        ]
+        statistics = routing_statistics(pl_module)
         # DeepSpeed's norm is a number of the host
         scalars = [pl_module.step_loss, pl_module.gradient_norm.to(pl_module.step_loss.device)]
         scalars += [counted.confidence_sum for counted in statistics]

@@ -13,7 +13,7 @@ from afmoe.logger.tensorboard import experiment
 from afmoe.moe.statistics import dead_experts, load_entropy, max_violation
 from afmoe.registry import register
 from callbacks.heat_map import heat_map
-from callbacks.moe_callback import MoeCallback
+from callbacks.moe_callback import MoeCallback, routing_statistics
 
 
 @register("callbacks", "load_balance")
@@ -36,7 +36,7 @@ class LoadBalance(MoeCallback):
         """An image of the counts, layers x experts."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.window_LE: Tensor | None = None
         """Counts of the steps since the last log, one row a MoE block, this rank's."""
 
@@ -45,8 +45,7 @@ class LoadBalance(MoeCallback):
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return
-        blocks = self.blocks(pl_module)
-        statistics = [block.statistics for block in blocks if block.statistics is not None]
+        statistics = routing_statistics(pl_module)
         counts_LE = torch.stack([counted.counts_E for counted in statistics])
         # not the same tensor twice: the reductions below work in place
         self.window_LE = counts_LE.clone() if self.window_LE is None else self.window_LE + counts_LE
@@ -68,7 +67,7 @@ class LoadBalance(MoeCallback):
         }
         pl_module.log_dict({name: values_L.mean() for name, values_L in per_layer.items()})
         if self.config.per_layer:
-            layers = [f"layer_{block.layer_index:02d}" for block in blocks]
+            layers = [f"layer_{block.layer_index:02d}" for block in self.blocks(pl_module)]
             rows = torch.stack(list(per_layer.values())).tolist()
             figures = {
                 f"{name}/{layer}": value

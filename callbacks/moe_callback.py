@@ -1,4 +1,4 @@
-"""What the callbacks on MoE blocks share: finding the blocks, saying how many there are, refusing none."""
+"""What the callbacks on MoE blocks share: finding the blocks and their counts, saying how many there are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from afmoe.errors import ConfigError
 from afmoe.model import iter_moe_blocks
 from afmoe.moe.block import MoeBlock
+from afmoe.moe.statistics import RoutingStatistics
 
 
 class MoeCallback(Callback):
@@ -23,6 +25,9 @@ class MoeCallback(Callback):
     """What it does, for the line that says to how many blocks."""
     excludes: ClassVar[Mapping[str, str]] = {}
     """Callbacks that it cannot go with, and why."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # before the optimizer is made, before a strategy wraps the model and a precision casts it
@@ -46,6 +51,11 @@ class MoeCallback(Callback):
                 "(model.num_dense_layers)"
             )
         return blocks
+
+
+def routing_statistics(module: nn.Module) -> list[RoutingStatistics]:
+    """What each MoE block has counted since the optimizer step began: micro-batches summed, this rank's."""
+    return [block.statistics for block in iter_moe_blocks(module) if block.statistics is not None]
 
 
 def refuse_contradictions(callbacks: Iterable[Any]) -> None:

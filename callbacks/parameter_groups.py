@@ -20,7 +20,7 @@ class ParameterGroups(Callback):
         parameters: dict[str, Tensor] = dict(pl_module.model.named_parameters())
         for group in trainer.optimizers[0].param_groups:
             held = [parameters[name] for name in group["parameter_names"]]
-            # only optimizers of several rules name them
+            # an optimizer of an outside package need not name one
             rule = group.get("rule", type(trainer.optimizers[0]).__name__)
             rank_zero_info(
                 f"{group['name']}: {_size(held)}, {rule}, learning rate {group['initial_lr']:g}, "

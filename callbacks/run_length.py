@@ -46,11 +46,11 @@ class RunLength(Timer):
         # knows its place, and `throughput`, which stands before this callback, its tokens
         self._limit_steps()
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        module: Any = trainer.lightning_module
-        batch_idx = kwargs["batch_idx"] if "batch_idx" in kwargs else args[-1]
-        if module.is_step_end(batch_idx):
-            super().on_train_batch_end(trainer, *args, **kwargs)
+    def on_train_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.is_step_end(batch_idx):
+            super().on_train_batch_end(trainer)
 
     def stopped_by(self, trainer: Trainer) -> str | None:
         """The limit that ended training, as `trainer.<name>`; `early_stopping`; None when none did."""

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from afmoe.config.checks import positive
+from afmoe.config.checks import one_of, positive
 from afmoe.errors import ConfigError
 from afmoe.registry import register
-from callbacks.moe_callback import MoeCallback
-
-_RULES = ("sign", "smebu")
+from callbacks.moe_callback import MoeCallback, routing_statistics
 
 
 @register("callbacks", "selection_bias")
@@ -49,10 +47,7 @@ class SelectionBias(MoeCallback):
         """SMEBU: share of the last change in the next."""
 
         def __post_init__(self) -> None:
-            if self.rule not in _RULES:
-                raise ConfigError(
-                    f"callbacks.selection_bias.rule must be one of {', '.join(_RULES)}, got {self.rule}"
-                )
+            one_of("callbacks.selection_bias.rule", self.rule, ("sign", "smebu"))
             for name in ("rate", "kappa"):
                 positive(f"callbacks.selection_bias.{name}", getattr(self, name))
             if not 0 <= self.momentum < 1:
@@ -61,7 +56,7 @@ class SelectionBias(MoeCallback):
                 )
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.momentum_LE: Tensor | None = None
         """SMEBU's running change, one row a MoE block; None before the first step."""
 
@@ -72,9 +67,7 @@ class SelectionBias(MoeCallback):
             return
         blocks = self.blocks(pl_module)
         # a new tensor, which the reduction may overwrite
-        counts_LE = torch.stack(
-            [block.statistics.counts_E for block in blocks if block.statistics is not None]
-        )
+        counts_LE = torch.stack([counted.counts_E for counted in routing_statistics(pl_module)])
         counts_LE = trainer.strategy.reduce(counts_LE, reduce_op="sum")
         for block, change_E in zip(blocks, self.changes(counts_LE, pl_module.skipped_step), strict=True):
             block.router.selection_bias += change_E

@@ -82,8 +82,6 @@ class Throughput(Callback):
         self._possible_per_second = 0.0
         self._trainer: Trainer | None = None
 
-    # --- what was measured ---
-
     @property
     def totals(self) -> Totals:
         """Of the whole run, up to the clock's last `settle`."""
@@ -128,8 +126,6 @@ class Throughput(Callback):
             if isinstance(timer, Timer) and (allowed := timer.time_remaining()) is not None:
                 left = allowed if left is None else min(left, allowed)
         return left
-
-    # --- measuring ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._trainer = trainer
@@ -206,8 +202,6 @@ class Throughput(Callback):
         if left is not None and usual is not None and steps > 0:
             of_steps = "" if steps == float("inf") else f": {steps:,.0f} steps of {usual:.2f} s"
             rank_zero_info(f"training will take about {timedelta(seconds=round(left))}{of_steps}")
-
-    # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
         self.clock.settle()

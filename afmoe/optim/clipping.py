@@ -15,15 +15,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     None: the norm alone. It is fp32 whatever the gradients are: torch's own is in their dtype, so with bf16
     gradients it would be known to three digits.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    if all(parameter.grad.dtype == torch.float32 for parameter in trained if parameter.grad is not None):
+    trained = list(parameters)
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
         # with an infinite limit the gradients stay as they are
         return nn.utils.clip_grad_norm_(trained, math.inf if limit is None else limit)
-    norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-        for parameter in trained
-        if parameter.grad is not None
-    ]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if limit is not None:
         nn.utils.clip_grads_with_norm_(trained, limit, norm)
