@@ -32,6 +32,8 @@ class Hardware:
     """Devices of this type in this machine; a CPU counts as one."""
     has_cxx_compiler: bool = False
     """Whether `torch.compile` can build CPU code: a C++ compiler and Python's headers."""
+    has_c_compiler: bool = False
+    """Whether this project's CPU kernels can be built: gcc, on Linux."""
     has_deep_gemm: bool = False
     """Whether DeepGEMM's Python package is installed."""
     has_deep_ep: bool = False
@@ -72,6 +74,7 @@ def detect_hardware(accelerator: str = "auto") -> Hardware:
             device_type="cpu",
             name=_cpu_name(),
             has_cxx_compiler=has_cxx_compiler(),
+            has_c_compiler=c_compiler() is not None,
             memory_gib=_host_memory_gib(),
         )
     # the weakest device decides: what it cannot run, not every rank can
@@ -95,6 +98,15 @@ def has_cxx_compiler() -> bool:
     default = "clang++" if platform.system() == "Darwin" else "g++"
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()
+
+
+def c_compiler() -> str | None:
+    """Path of `CC`, else of gcc or cc; None where there is none, or no Linux."""
+    # elsewhere torch brings another OpenMP than gcc's
+    if platform.system() != "Linux":
+        return None
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc"]
+    return next((path for path in map(shutil.which, names) if path), None)
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -1,0 +1,153 @@
+"""The kernels in C: products against fp64, and the library that is built once."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from afmoe.errors import MachineError
+from afmoe.hardware import c_compiler
+from afmoe.moe.cpu_kernels import library
+from afmoe.moe.cpu_kernels.kernels import CpuKernels, cpu_kernels
+
+pytestmark = pytest.mark.skipif(c_compiler() is None, reason="needs a C compiler; torch computes without")
+
+COUNTS = {
+    "typical": [5, 1, 12, 13, 30],
+    "some empty": [0, 7, 0, 0, 25, 0],
+    "deep": [481, 1200, 3],
+    "one": [40],
+    "none": [0, 0],
+}
+SIZES = [(256, 128), (32, 64), (33, 17), (1, 1), (300, 47)]
+TOLERANCE = 1e-6
+"""Of the largest entry; measured: 3.2e-7, as for torch's product."""
+each_case = pytest.mark.parametrize(("counts", "sizes"), [*itertools.product(COUNTS, SIZES)], ids=str)
+
+
+@pytest.fixture
+def kernels() -> CpuKernels:
+    return cpu_kernels()
+
+
+def table(counts: list[int], first_row: int = 0) -> Tensor:
+    ends = torch.tensor(counts).cumsum(0) + first_row
+    return torch.stack([torch.arange(len(counts)), ends - torch.tensor(counts), ends], 1)
+
+
+def assert_near(values: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(values.double(), expected, rtol=0.0, atol=TOLERANCE * largest(expected))
+
+
+def largest(values: Tensor) -> float:
+    return max(values.abs().max().item(), 1e-30) if values.numel() else 1.0
+
+
+@each_case
+@pytest.mark.parametrize("turned", [False, True], ids=["columns adjacent", "rows adjacent"])
+def test_products_of_each_expert_equal_fp64_and_nothing_else_is_written(
+    kernels: CpuKernels, counts: str, sizes: tuple[int, int], turned: bool
+) -> None:
+    depth, columns = sizes
+    experts_N3 = table(COUNTS[counts], first_row=2)
+    num_rows = int(experts_N3[-1, 2]) + 3
+    # a row is longer than the product's: the stride counts
+    x_RK = torch.randn(num_rows, depth + 2)[:, :depth]
+    w_LKN = torch.randn(len(experts_N3), columns, depth).transpose(1, 2)
+    if not turned:
+        w_LKN = w_LKN.contiguous()
+    out_RN = torch.full((num_rows, columns + 1), 9.0)[:, :columns]
+    expected = out_RN.double()
+    for e, start, end in experts_N3.tolist():
+        expected[start:end] = x_RK[start:end].double() @ w_LKN[e].double()
+
+    kernels.multiply(x_RK, w_LKN, experts_N3, out_RN=out_RN)
+    assert_near(out_RN, expected)
+    kernels.multiply(x_RK, w_LKN, experts_N3, out_RN=out_RN, accumulate=True)
+    expected[2:-3] *= 2
+    assert_near(out_RN, expected)
+    assert (out_RN.as_strided((num_rows, columns + 1), (columns + 1, 1))[:, -1] == 9.0).all()
+
+
+@each_case
+def test_weight_gradients_equal_fp64_and_are_exactly_zero_without_rows(
+    kernels: CpuKernels, counts: str, sizes: tuple[int, int]
+) -> None:
+    rows, columns = sizes
+    experts_N3 = table(COUNTS[counts])
+    num_rows = int(experts_N3[-1, 2])
+    grad_RN, x_RK = torch.randn(num_rows, rows), torch.randn(num_rows, columns)
+    out_LNK = torch.full((len(experts_N3), rows, columns), 9.0)
+
+    kernels.weight_gradient(grad_RN, x_RK, experts_N3, out_LNK=out_LNK)
+
+    for e, start, end in experts_N3.tolist():
+        if start == end:
+            assert torch.equal(out_LNK[e], torch.zeros(rows, columns))
+        assert_near(out_LNK[e], grad_RN[start:end].double().t() @ x_RK[start:end].double())
+
+
+def test_the_number_of_threads_changes_no_bit(kernels: CpuKernels) -> None:
+    experts_N3 = table([100, 3, 57])
+    x_RK, w_LKN = torch.randn(160, 200), torch.randn(3, 200, 96)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out_RN, out_LNK = torch.empty(160, 96), torch.empty(3, 96, 200)
+        kernels.multiply(x_RK, w_LKN, experts_N3, out_RN=out_RN)
+        kernels.weight_gradient(out_RN, x_RK, experts_N3, out_LNK=out_LNK)
+        results.append((out_RN, out_LNK))
+    assert all(torch.equal(a, b) for pair in results[1:] for a, b in zip(pair, results[0], strict=True))
+
+
+def test_a_broken_number_stays_with_its_expert(kernels: CpuKernels) -> None:
+    experts_N3 = table([10, 10])
+    x_RK, w_LKN = torch.randn(20, 16), torch.randn(2, 16, 32)
+    x_RK[3, 4] = torch.nan
+    out_RN, out_LNK = torch.empty(20, 32), torch.empty(2, 32, 16)
+    kernels.multiply(x_RK, w_LKN, experts_N3, out_RN=out_RN)
+    kernels.weight_gradient(out_RN, x_RK, experts_N3, out_LNK=out_LNK)
+    assert torch.equal(out_RN.isnan().any(1).nonzero().flatten(), torch.tensor([3]))
+    assert out_LNK.isnan().flatten(1).any(1).tolist() == [True, False]
+
+
+def test_a_compiler_that_fails_is_named_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\necho 'x.c:1: error: no such machine' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(MachineError, match=r"broken-cc could not build.*no such machine"):
+        library.load_library.__wrapped__()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(MachineError, match="no C compiler"):
+        library.load_library.__wrapped__()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "afmoe").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(MachineError, match=f"cannot be kept or loaded.*{tmp_path}"):
+        library.load_library.__wrapped__()
+
+
+def test_processes_that_build_at_the_same_time_share_one_library(tmp_path: Path) -> None:
+    program = (
+        "from afmoe.moe.cpu_kernels.kernels import cpu_kernels; import torch; x = torch.ones(2, 2); "
+        "cpu_kernels().multiply(x, x[None], torch.tensor([[0, 0, 2]]), out_RN=x.clone())"
+    )
+    command = ["env", f"XDG_CACHE_HOME={tmp_path}", sys.executable, "-c", program]
+    processes = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (built,) = (tmp_path / "afmoe").iterdir()
+    written = built.stat().st_mtime_ns
+    subprocess.run(command, check=True, timeout=60)
+    assert built.stat().st_mtime_ns == written
