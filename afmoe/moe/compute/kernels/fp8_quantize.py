@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.launch import BLOCK, padded, quantizer_options
+from afmoe.moe.compute.kernels.launch import BLOCK, launch_row_quantizer, launch_weight_quantizer, padded
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.products import Stored, Weight
 from afmoe.moe.compute.kernels.scales import block_scale, e4m3_codes, magnitude_bits
+from afmoe.moe.compute.kernels.tiles import TILE, gradient_tile, load_tile, row_tile
 
 
 def quantize_activations(
@@ -42,25 +43,9 @@ def quantize_activations(
             x_RK.new_empty(padded_k, layout.num_tiles * TILE_ROWS, dtype=torch.float8_e4m3fn),
             x_RK.new_empty(layout.num_tiles, padded_k, dtype=torch.float32),
         )
-    if rows or columns:
-        _quantize_activations_kernel[(layout.num_tiles, padded_k // BLOCK)](
-            x_RK,
-            *(row_copy or column_copy),
-            *(column_copy or row_copy),
-            layout.expert_of_tile,
-            layout.first_row_of_tile,
-            layout.end_row_of_tile,
-            layout.num_experts,
-            num_rows,
-            size_k,
-            padded_k,
-            layout.num_tiles * TILE_ROWS,
-            POWERS_OF_TWO=powers_of_two,
-            WITH_ROWS=rows,
-            WITH_COLUMNS=columns,
-            BLOCK=BLOCK,
-            **quantizer_options(),
-        )
+    launch_row_quantizer(
+        _quantize_activations_kernel, x_RK, layout, row_copy, column_copy, POWERS_OF_TWO=powers_of_two
+    )
     return row_copy, column_copy
 
 
@@ -78,70 +63,51 @@ def quantize_weights(w_LNK: Tensor, *, powers_of_two: bool, transposed: bool) ->
 
     forward = new_copy(padded_n, padded_k)
     backward = new_copy(padded_k, padded_n) if transposed else ()
-    _quantize_weights_kernel[(num_experts, padded_n // BLOCK, padded_k // BLOCK)](
-        w_LNK,
-        *forward,
-        *(backward or forward),
-        size_n,
-        size_k,
-        padded_n,
-        padded_k,
-        POWERS_OF_TWO=powers_of_two,
-        WITH_TRANSPOSED=transposed,
-        BLOCK=BLOCK,
-        **quantizer_options(),
-    )
+    launch_weight_quantizer(_quantize_weights_kernel, w_LNK, forward, backward, POWERS_OF_TWO=powers_of_two)
     return Weight(forward, backward)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_tiles", "num_rows"])
 def _quantize_activations_kernel(
     x,
     codes,
     scales,
     column_codes,
     column_scales,
-    expert_of_tile,
-    first_row_of_tile,
-    end_row_of_tile,
+    tiles,
+    num_tiles,
     num_experts,
     num_rows,
     size_k,
-    padded_k,
-    padded_rows,
     POWERS_OF_TWO: tl.constexpr,
     WITH_ROWS: tl.constexpr,
     WITH_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    block = tl.program_id(1)
-    expert = tl.load(expert_of_tile + tile)
+    num_blocks = tl.cdiv(size_k, TILE)
+    tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    expert, first_row, end_row = row_tile(tiles, num_tiles, tile)
     if (expert < 0) | (expert == num_experts):
         return
-    m = tl.load(first_row_of_tile + tile) + tl.arange(0, BLOCK)
-    is_row = m < tl.load(end_row_of_tile + tile)
-    k = block * BLOCK + tl.arange(0, BLOCK)
-    rows = m.to(tl.int64)[:, None]
-    values = tl.load(x + rows * size_k + k[None, :], mask=is_row[:, None] & (k < size_k)[None, :], other=0.0)
-    values = values.to(tl.float32)
+    values = load_tile(x, first_row, end_row, block, size_k)
     magnitudes = magnitude_bits(values)
+    within = tl.arange(0, TILE)
+    m, k = first_row + within, block * TILE + within
     if WITH_ROWS:
         scale = block_scale(tl.max(magnitudes, 1), POWERS_OF_TWO)
         tl.store(
-            codes + rows * padded_k + k[None, :],
+            codes + m.to(tl.int64)[:, None] * (num_blocks * TILE) + k[None, :],
             e4m3_codes(values, scale[:, None], POWERS_OF_TWO),
-            mask=is_row[:, None],
+            mask=(m < end_row)[:, None],
         )
-        tl.store(scales + block.to(tl.int64) * num_rows + m, scale, mask=is_row)
+        tl.store(scales + block.to(tl.int64) * num_rows + m, scale, mask=m < end_row)
     if WITH_COLUMNS:
         scale = block_scale(tl.max(magnitudes, 0), POWERS_OF_TWO)
-        slot = tile * BLOCK + tl.arange(0, BLOCK)
+        slot = tile * TILE + within
         tl.store(
-            column_codes + k.to(tl.int64)[:, None] * padded_rows + slot[None, :],
+            column_codes + k.to(tl.int64)[:, None] * (num_tiles * TILE) + slot[None, :],
             tl.trans(e4m3_codes(values, scale[None, :], POWERS_OF_TWO)),
         )
-        tl.store(column_scales + tile.to(tl.int64) * padded_k + k, scale)
+        tl.store(column_scales + tile.to(tl.int64) * (num_blocks * TILE) + k, scale)
 
 
 @triton.jit
@@ -153,32 +119,23 @@ def _quantize_weights_kernel(
     transposed_scales,
     size_n,
     size_k,
-    padded_n,
-    padded_k,
     POWERS_OF_TWO: tl.constexpr,
     WITH_TRANSPOSED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    expert = tl.program_id(0).to(tl.int64)
-    block_n, block_k = tl.program_id(1), tl.program_id(2)
-    n = (block_n * BLOCK + tl.arange(0, BLOCK))[:, None]
-    k = (block_k * BLOCK + tl.arange(0, BLOCK))[None, :]
-    values = tl.load(
-        w + expert * size_n * size_k + n * size_k + k, mask=(n < size_n) & (k < size_k), other=0.0
-    ).to(tl.float32)
+    expert, block_n, block_k = gradient_tile(size_n, size_k)
+    expert = expert.to(tl.int64)
+    values = load_tile(w + expert * size_n * size_k, block_n * TILE, size_n, block_k, size_k)
     amax_bits = tl.max(tl.max(magnitude_bits(values), 1, keep_dims=True), 0, keep_dims=True)
     scale = block_scale(amax_bits, POWERS_OF_TWO)
     quantized = e4m3_codes(values, scale, POWERS_OF_TWO)
-    num_blocks_n, num_blocks_k = padded_n // BLOCK, padded_k // BLOCK
-    one = tl.arange(0, 1)
-    first_scale = expert * num_blocks_n * num_blocks_k + one[:, None] + one[None, :]
-    tl.store(codes + expert * padded_n * padded_k + n * padded_k + k, quantized)
-    tl.store(scales + first_scale + block_n * num_blocks_k + block_k, scale)
+    num_n, num_k = tl.cdiv(size_n, TILE), tl.cdiv(size_k, TILE)
+    padded_n, padded_k = num_n * TILE, num_k * TILE
+    first_code, first_scale = expert * padded_n * padded_k, expert * num_n * num_k
+    within, one = tl.arange(0, TILE), tl.arange(0, 1)
+    n, k = block_n * TILE + within, block_k * TILE + within
+    one = one[:, None] + one[None, :]
+    tl.store(codes + first_code + n[:, None] * padded_k + k[None, :], quantized)
+    tl.store(scales + first_scale + block_n * num_k + block_k + one, scale)
     if WITH_TRANSPOSED:
-        n_inner = (block_n * BLOCK + tl.arange(0, BLOCK))[None, :]
-        k_outer = (block_k * BLOCK + tl.arange(0, BLOCK))[:, None]
-        tl.store(
-            transposed_codes + expert * padded_n * padded_k + k_outer * padded_n + n_inner,
-            tl.trans(quantized),
-        )
-        tl.store(transposed_scales + first_scale + block_k * num_blocks_n + block_n, scale)
+        tl.store(transposed_codes + first_code + k[:, None] * padded_n + n[None, :], tl.trans(quantized))
+        tl.store(transposed_scales + first_scale + block_k * num_n + block_n + one, scale)

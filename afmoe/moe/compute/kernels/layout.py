@@ -27,11 +27,8 @@ class TileLayout:
     """The tiles of `num_rows` rows, as int32 tensors on the device of the offsets."""
 
     offsets_L: Tensor
-    expert_of_tile: Tensor
-    """[num_tiles]; the number of experts for a tile of padding rows, -1 for one that is not needed."""
-    first_row_of_tile: Tensor
-    end_row_of_tile: Tensor
-    """The row at which the tile's expert ends: it may lie in this tile or far behind it."""
+    tiles: Tensor
+    """[3, num_tiles]: expert, first row and end row of each tile."""
     first_tile_of_expert: Tensor
     """[num_experts + 1]; the last entry is the number of the experts' tiles."""
     num_rows: int
@@ -41,14 +38,12 @@ class TileLayout:
         num_experts = offsets_L.shape[0]
         # the padding is one more segment; each but the first may begin a tile more
         num_tiles = triton.cdiv(num_rows, TILE_ROWS) + num_experts
-        expert, first_row, end_row = offsets_L.new_empty((3, num_tiles), dtype=torch.int32)
+        tiles = offsets_L.new_empty((3, num_tiles), dtype=torch.int32)
         first_tile = offsets_L.new_empty(num_experts + 1, dtype=torch.int32)
         offsets_L = offsets_L.contiguous()
         _layout_kernel[(triton.cdiv(num_tiles, _TILES_PER_PROGRAM),)](
             offsets_L,
-            expert,
-            first_row,
-            end_row,
+            tiles,
             first_tile,
             num_rows,
             num_tiles,
@@ -58,7 +53,7 @@ class TileLayout:
             BLOCK=_TILES_PER_PROGRAM,
             enable_fp_fusion=True,
         )
-        return cls(offsets_L, expert, first_row, end_row, first_tile, num_rows)
+        return cls(offsets_L, tiles, first_tile, num_rows)
 
     @property
     def num_experts(self) -> int:
@@ -66,15 +61,27 @@ class TileLayout:
 
     @property
     def num_tiles(self) -> int:
-        return self.expert_of_tile.shape[0]
+        return self.tiles.shape[1]
+
+    @property
+    def expert_of_tile(self) -> Tensor:
+        """The number of experts for a tile of padding rows, -1 for one that is not needed."""
+        return self.tiles[0]
+
+    @property
+    def first_row_of_tile(self) -> Tensor:
+        return self.tiles[1]
+
+    @property
+    def end_row_of_tile(self) -> Tensor:
+        """The row at which the tile's expert ends: it may lie in this tile or far behind it."""
+        return self.tiles[2]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _layout_kernel(
     offsets,
-    expert_of_tile,
-    first_row_of_tile,
-    end_row_of_tile,
+    tiles,
     first_tile_of_expert,
     num_rows,
     num_tiles,
@@ -99,19 +106,7 @@ def _layout_kernel(
     is_owner = segment[None, :] == owner[:, None]
     row = start[None, :] + (tile[:, None] - first_tile[None, :]) * TILE
     is_tile = tile < num_tiles
-    tl.store(expert_of_tile + tile, tl.where(owner <= num_experts, owner, UNUSED), mask=is_tile)
-    tl.store(first_row_of_tile + tile, tl.sum(tl.where(is_owner, row, 0), 1), mask=is_tile)
-    tl.store(
-        end_row_of_tile + tile,
-        tl.sum(tl.where(is_owner, end[None, :].broadcast_to(BLOCK, SEGMENTS), 0), 1),
-        mask=is_tile,
-    )
-
-
-@triton.jit
-def tile_and_column(program, num_tiles, num_columns, GROUP: tl.constexpr):
-    """The row tile and column tile of a program: GROUP row tiles share the weights that lie in the cache."""
-    group = program // (GROUP * num_columns)
-    group_size = tl.minimum(num_tiles - group * GROUP, GROUP)
-    within = program % (GROUP * num_columns)
-    return group * GROUP + within % group_size, within // group_size
+    end_row = tl.sum(tl.where(is_owner, end[None, :].broadcast_to(BLOCK, SEGMENTS), 0), 1)
+    tl.store(tiles + tile, tl.where(owner <= num_experts, owner, UNUSED), mask=is_tile)
+    tl.store(tiles + num_tiles + tile, tl.sum(tl.where(is_owner, row, 0), 1), mask=is_tile)
+    tl.store(tiles + 2 * num_tiles + tile, end_row, mask=is_tile)

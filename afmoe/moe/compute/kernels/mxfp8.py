@@ -13,79 +13,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.bf16 import Bf16Products
-from afmoe.moe.compute.kernels.launch import BLOCK, GROUP, padded, product_grid, product_options
-from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout, tile_and_column
-from afmoe.moe.compute.kernels.mxfp8_quantize import quantize_mx_activations, quantize_mx_weights
+from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient
+from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
+from afmoe.moe.compute.kernels.mxfp8_quantize import (
+    MX_BLOCK,
+    quantize_mx_activations,
+    quantize_mx_weights,
+)
 from afmoe.moe.compute.kernels.products import Stored, Weight
+from afmoe.moe.compute.kernels.quantized import QuantizedProducts
+from afmoe.moe.compute.kernels.tiles import TILE, gradient_tile, product_tile, rows_to_read, store_tile
 from afmoe.moe.quantization import MX_BLOCK_SIZE
 
 _BYTES_PER_STAGE = (BLOCK + BLOCK // MX_BLOCK_SIZE) * (TILE_ROWS + BLOCK)
 
 
-class Mxfp8Products:
+class Mxfp8Products(QuantizedProducts):
     """`afmoe.moe.quantization`'s mxfp8; weight gradients of mxfp8 or bf16 operands."""
 
     def __init__(self, wgrad: str = "mxfp8") -> None:
-        self.bf16 = Bf16Products() if wgrad == "bf16" else None
-        self.columns_are_rows = self.bf16 is not None
+        super().__init__(wgrad)
 
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         return quantize_mx_weights(w_LNK, transposed=transposed)
 
-    def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
-        row_copy, column_copy = quantize_mx_activations(
-            x_RK, layout, rows=rows, columns=columns and self.bf16 is None
-        )
-        if columns and self.bf16 is not None:
-            _, column_copy = self.bf16.store(x_RK, layout, rows=False, columns=True)
-        return row_copy, column_copy
+    def quantize(
+        self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool
+    ) -> tuple[Stored, Stored]:
+        return quantize_mx_activations(x_RK, layout, rows=rows, columns=columns)
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
-        (first, first_weight), (second, second_weight) = pairs[0], pairs[-1]
-        size_n = out_RN.shape[1]
-        _multiply_kernel[product_grid(layout.num_tiles, size_n)](
-            *first,
-            *first_weight,
-            *second,
-            *second_weight,
-            out_RN,
-            layout.expert_of_tile,
-            layout.first_row_of_tile,
-            layout.end_row_of_tile,
-            layout.num_tiles,
-            layout.num_experts,
-            size_n,
-            padded(size_n),
-            first[0].shape[1],
-            NUM_PAIRS=len(pairs),
-            BLOCK=BLOCK,
-            MX_BLOCK=MX_BLOCK_SIZE,
-            GROUP=GROUP,
-            **product_options(_BYTES_PER_STAGE),
+        (codes_RK, _), _ = pairs[0]
+        return launch_multiply(
+            _multiply_kernel, pairs, layout, out_RN, codes_RK.shape[1], bytes_per_stage=_BYTES_PER_STAGE
         )
-        return out_RN
 
-    def weight_gradient(
+    def quantized_weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
     ) -> Tensor:
-        if self.bf16 is not None:
-            return self.bf16.weight_gradient(grad_columns, x_columns, layout, out_LNK)
-        num_experts, size_n, size_k = out_LNK.shape
-        grid = (num_experts * triton.cdiv(size_n, BLOCK) * triton.cdiv(size_k, BLOCK),)
-        _weight_gradient_kernel[grid](
-            *grad_columns,
-            *x_columns,
-            out_LNK,
+        return launch_weight_gradient(
+            _weight_gradient_kernel,
+            grad_columns,
+            x_columns,
             layout.first_tile_of_expert,
-            size_n,
-            size_k,
+            out_LNK,
             layout.num_tiles * TILE_ROWS,
-            BLOCK=BLOCK,
-            MX_BLOCK=MX_BLOCK_SIZE,
-            **product_options(_BYTES_PER_STAGE),
+            bytes_per_stage=_BYTES_PER_STAGE,
         )
-        return out_LNK
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -99,113 +73,54 @@ def _multiply_kernel(
     second_w,
     second_w_exponents,
     out,
-    expert_of_tile,
-    first_row_of_tile,
-    end_row_of_tile,
+    tiles,
     num_tiles,
     num_experts,
     size_n,
-    padded_n,
     padded_k,
     NUM_PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    tile, column = tile_and_column(tl.program_id(0), num_tiles, tl.cdiv(size_n, BLOCK), GROUP)
-    expert = tl.load(expert_of_tile + tile)
+    expert, first_row, end_row, column = product_tile(tiles, num_tiles, size_n)
     if expert < 0:
         return
-    first_row = tl.load(first_row_of_tile + tile)
-    end_row = tl.load(end_row_of_tile + tile)
     # padding rows: a sum over nothing
-    is_expert = expert < num_experts
-    num_steps = tl.where(is_expert, padded_k // BLOCK, 0)
-    m = first_row + tl.arange(0, BLOCK)
-    n = column * BLOCK + tl.arange(0, BLOCK)
-    # rows of the next expert stay unread; what stands in for them is not stored
-    rows = tl.where(m < end_row, m, first_row).to(tl.int64)
-    w_rows = expert.to(tl.int64) * padded_n + n
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    total = _add_product(
-        total, x, x_exponents, rows, w, w_exponents, w_rows, num_steps, padded_k, BLOCK, MX_BLOCK
-    )
+    num_steps = tl.where(expert < num_experts, padded_k // TILE, 0)
+    rows = rows_to_read(first_row, end_row).to(tl.int64)
+    w_rows = (expert.to(tl.int64) * tl.cdiv(size_n, TILE) + column) * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    total = _add_product(total, x, x_exponents, rows, w, w_exponents, w_rows, num_steps, padded_k)
     if NUM_PAIRS == 2:
-        total = _add_product(
-            total,
-            second_x,
-            second_x_exponents,
-            rows,
-            second_w,
-            second_w_exponents,
-            w_rows,
-            num_steps,
-            padded_k,
-            BLOCK,
-            MX_BLOCK,
-        )
-    out_pointers = out + m.to(tl.int64)[:, None] * size_n + n[None, :]
-    tl.store(
-        out_pointers, total.to(out.dtype.element_ty), mask=(m < end_row)[:, None] & (n < size_n)[None, :]
-    )
+        x, x_exponents, w, w_exponents = second_x, second_x_exponents, second_w, second_w_exponents
+        total = _add_product(total, x, x_exponents, rows, w, w_exponents, w_rows, num_steps, padded_k)
+    store_tile(out, total, first_row, end_row, column, size_n)
 
 
 @triton.jit
 def _weight_gradient_kernel(
-    grad,
-    grad_exponents,
-    x,
-    x_exponents,
-    out,
-    first_tile_of_expert,
-    size_n,
-    size_k,
-    padded_rows,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
+    grad, grad_exponents, x, x_exponents, out, first_tile_of_expert, size_n, size_k, padded_rows
 ):
-    num_blocks_n = tl.cdiv(size_n, BLOCK)
-    num_blocks_k = tl.cdiv(size_k, BLOCK)
-    program = tl.program_id(0)
-    expert = program // (num_blocks_n * num_blocks_k)
-    n = (program // num_blocks_k) % num_blocks_n * BLOCK + tl.arange(0, BLOCK)
-    k = program % num_blocks_k * BLOCK + tl.arange(0, BLOCK)
+    expert, block_n, block_k = gradient_tile(size_n, size_k)
     first_tile = tl.load(first_tile_of_expert + expert)
     end_tile = tl.load(first_tile_of_expert + expert + 1)
     total = _add_product(
-        tl.zeros((BLOCK, BLOCK), tl.float32),
-        grad + first_tile * BLOCK,
-        grad_exponents + first_tile * (BLOCK // MX_BLOCK),
-        n.to(tl.int64),
-        x + first_tile * BLOCK,
-        x_exponents + first_tile * (BLOCK // MX_BLOCK),
-        k.to(tl.int64),
+        tl.zeros((TILE, TILE), tl.float32),
+        grad + first_tile * TILE,
+        grad_exponents + first_tile * (TILE // MX_BLOCK),
+        (block_n * TILE + tl.arange(0, TILE)).to(tl.int64),
+        x + first_tile * TILE,
+        x_exponents + first_tile * (TILE // MX_BLOCK),
+        (block_k * TILE + tl.arange(0, TILE)).to(tl.int64),
         end_tile - first_tile,
         padded_rows,
-        BLOCK,
-        MX_BLOCK,
     )
-    out_pointers = out + expert.to(tl.int64) * size_n * size_k + n[:, None] * size_k + k[None, :]
-    tl.store(out_pointers, total.to(out.dtype.element_ty), mask=(n < size_n)[:, None] & (k < size_k)[None, :])
+    store_tile(out + expert.to(tl.int64) * size_n * size_k, total, block_n * TILE, size_n, block_k, size_k)
 
 
 @triton.jit
-def _add_product(
-    total,
-    a,
-    a_exponents,
-    a_rows,
-    b,
-    b_exponents,
-    b_rows,
-    num_steps,
-    row_size,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
-):
+def _add_product(total, a, a_exponents, a_rows, b, b_exponents, b_rows, num_steps, row_size):
     """total[i, j] + the product of rows a_rows[i] and b_rows[j] over `num_steps` blocks of 128 codes."""
-    NUM: tl.constexpr = BLOCK // MX_BLOCK
-    code = tl.arange(0, BLOCK)
+    NUM: tl.constexpr = TILE // MX_BLOCK
+    code = tl.arange(0, TILE)
     scale = tl.arange(0, NUM)
     exponents_row_size = row_size // MX_BLOCK
     a_pointers = a + a_rows[:, None] * row_size + code[None, :]
@@ -222,8 +137,8 @@ def _add_product(
             "e4m3",
             total,
         )
-        a_pointers += BLOCK
-        b_pointers += BLOCK
+        a_pointers += TILE
+        b_pointers += TILE
         a_scale_pointers += NUM
         b_scale_pointers += NUM
     return total

@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.launch import BLOCK, padded, quantizer_options
+from afmoe.moe.compute.kernels.launch import launch_row_quantizer, launch_weight_quantizer, padded
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.products import Stored, Weight
 from afmoe.moe.compute.kernels.scales import block_scale, e4m3_codes, exponent_byte, magnitude_bits
+from afmoe.moe.compute.kernels.tiles import TILE, gradient_tile, load_tile, row_tile
 from afmoe.moe.quantization import MX_BLOCK_SIZE
+
+MX_BLOCK = tl.constexpr(MX_BLOCK_SIZE)
 
 
 def quantize_mx_activations(
@@ -33,24 +36,7 @@ def quantize_mx_activations(
     padded_k = padded(size_k)
     row_copy = _new_copy(x_RK, num_rows, padded_k) if rows else ()
     column_copy = _new_copy(x_RK, padded_k, layout.num_tiles * TILE_ROWS) if columns else ()
-    if rows or columns:
-        _quantize_activations_kernel[(layout.num_tiles, padded_k // BLOCK)](
-            x_RK,
-            *(row_copy or column_copy),
-            *(column_copy or row_copy),
-            layout.expert_of_tile,
-            layout.first_row_of_tile,
-            layout.end_row_of_tile,
-            layout.num_experts,
-            size_k,
-            padded_k,
-            layout.num_tiles * TILE_ROWS,
-            WITH_ROWS=rows,
-            WITH_COLUMNS=columns,
-            BLOCK=BLOCK,
-            MX_BLOCK=MX_BLOCK_SIZE,
-            **quantizer_options(),
-        )
+    launch_row_quantizer(_quantize_activations_kernel, x_RK, layout, row_copy, column_copy)
     return row_copy, column_copy
 
 
@@ -61,19 +47,7 @@ def quantize_mx_weights(w_LNK: Tensor, *, transposed: bool) -> Weight:
     padded_n, padded_k = padded(size_n), padded(size_k)
     forward = _new_copy(w_LNK, num_experts, padded_n, padded_k)
     backward = _new_copy(w_LNK, num_experts, padded_k, padded_n) if transposed else ()
-    _quantize_weights_kernel[(num_experts, padded_n // BLOCK, padded_k // BLOCK)](
-        w_LNK,
-        *forward,
-        *(backward or forward),
-        size_n,
-        size_k,
-        padded_n,
-        padded_k,
-        WITH_TRANSPOSED=transposed,
-        BLOCK=BLOCK,
-        MX_BLOCK=MX_BLOCK_SIZE,
-        **quantizer_options(),
-    )
+    launch_weight_quantizer(_quantize_weights_kernel, w_LNK, forward, backward)
     return Weight(forward, backward)
 
 
@@ -84,49 +58,33 @@ def _new_copy(like: Tensor, *shape: int) -> Stored:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_rows"])
 def _quantize_activations_kernel(
     x,
     codes,
     exponents,
     column_codes,
     column_exponents,
-    expert_of_tile,
-    first_row_of_tile,
-    end_row_of_tile,
+    tiles,
+    num_tiles,
     num_experts,
+    num_rows,
     size_k,
-    padded_k,
-    padded_rows,
     WITH_ROWS: tl.constexpr,
     WITH_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    block = tl.program_id(1)
-    expert = tl.load(expert_of_tile + tile)
+    num_blocks = tl.cdiv(size_k, TILE)
+    tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    expert, first_row, end_row = row_tile(tiles, num_tiles, tile)
     if (expert < 0) | (expert == num_experts):
         return
-    m = tl.load(first_row_of_tile + tile) + tl.arange(0, BLOCK)
-    is_row = (m < tl.load(end_row_of_tile + tile))[:, None]
-    k = block * BLOCK + tl.arange(0, BLOCK)
-    rows = m.to(tl.int64)[:, None]
-    values = tl.load(x + rows * size_k + k[None, :], mask=is_row & (k < size_k)[None, :], other=0.0)
-    values = values.to(tl.float32)
+    values = load_tile(x, first_row, end_row, block, size_k)
     if WITH_ROWS:
-        _store_blocks(values, codes, exponents, rows, block, padded_k, is_row, BLOCK, MX_BLOCK)
+        _store_blocks(values, codes, exponents, first_row.to(tl.int64), end_row, block, num_blocks)
     if WITH_COLUMNS:
+        first_k = block.to(tl.int64) * TILE
         _store_blocks(
-            tl.trans(values),
-            column_codes,
-            column_exponents,
-            k.to(tl.int64)[:, None],
-            tile,
-            padded_rows,
-            (k < padded_k)[:, None],
-            BLOCK,
-            MX_BLOCK,
+            tl.trans(values), column_codes, column_exponents, first_k, num_blocks * TILE, tile, num_tiles
         )
 
 
@@ -139,57 +97,38 @@ def _quantize_weights_kernel(
     transposed_exponents,
     size_n,
     size_k,
-    padded_n,
-    padded_k,
     WITH_TRANSPOSED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
 ):
-    expert = tl.program_id(0).to(tl.int64)
-    block_n, block_k = tl.program_id(1), tl.program_id(2)
-    n = block_n * BLOCK + tl.arange(0, BLOCK)
-    k = block_k * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(
-        w + expert * size_n * size_k + n[:, None] * size_k + k[None, :],
-        mask=(n < size_n)[:, None] & (k < size_k)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    rows = (expert * padded_n + n)[:, None]
-    _store_blocks(values, codes, exponents, rows, block_k, padded_k, (n < padded_n)[:, None], BLOCK, MX_BLOCK)
+    expert, block_n, block_k = gradient_tile(size_n, size_k)
+    expert = expert.to(tl.int64)
+    values = load_tile(w + expert * size_n * size_k, block_n * TILE, size_n, block_k, size_k)
+    num_n, num_k = tl.cdiv(size_n, TILE), tl.cdiv(size_k, TILE)
+    # rows of all experts one after the other, whole tiles each
+    first_n, first_k = (expert * num_n + block_n) * TILE, (expert * num_k + block_k) * TILE
+    _store_blocks(values, codes, exponents, first_n, first_n + TILE, block_k, num_k)
     if WITH_TRANSPOSED:
-        rows = (expert * padded_k + k)[:, None]
-        is_row = (k < padded_k)[:, None]
         _store_blocks(
             tl.trans(values),
             transposed_codes,
             transposed_exponents,
-            rows,
+            first_k,
+            first_k + TILE,
             block_n,
-            padded_n,
-            is_row,
-            BLOCK,
-            MX_BLOCK,
+            num_n,
         )
 
 
 @triton.jit
-def _store_blocks(
-    values,
-    codes,
-    exponents,
-    rows,
-    block,
-    row_size,
-    is_row,
-    BLOCK: tl.constexpr,
-    MX_BLOCK: tl.constexpr,
-):
-    """Store a 128 x 128 tile, quantized along its second dimension, as column block `block` of the rows."""
-    NUM: tl.constexpr = BLOCK // MX_BLOCK
-    blocks = tl.reshape(values, (BLOCK, NUM, MX_BLOCK))
+def _store_blocks(values, codes, exponents, first_row, end_row, block, num_blocks):
+    """Store a tile, quantized along its second dimension, as column block `block` of the rows from
+    `first_row` (int64) on."""
+    NUM: tl.constexpr = TILE // MX_BLOCK
+    blocks = tl.reshape(values, (TILE, NUM, MX_BLOCK))
     scale = block_scale(tl.max(magnitude_bits(blocks), 2), True)
-    quantized = tl.reshape(e4m3_codes(blocks, scale[:, :, None], True), (BLOCK, BLOCK))
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(codes + rows * row_size + column[None, :], quantized, mask=is_row)
+    quantized = tl.reshape(e4m3_codes(blocks, scale[:, :, None], True), (TILE, TILE))
+    rows = first_row + tl.arange(0, TILE)[:, None]
+    is_row = rows < end_row
+    column = block * TILE + tl.arange(0, TILE)
+    tl.store(codes + rows * (num_blocks * TILE) + column[None, :], quantized, mask=is_row)
     column = block * NUM + tl.arange(0, NUM)
-    tl.store(exponents + rows * (row_size // MX_BLOCK) + column[None, :], exponent_byte(scale), mask=is_row)
+    tl.store(exponents + rows * (num_blocks * NUM) + column[None, :], exponent_byte(scale), mask=is_row)
