@@ -9,7 +9,7 @@ from afmoe.attention import check_attention
 from afmoe.config import AfmoeConfig
 from afmoe.errors import MachineError
 from afmoe.hardware import Hardware, detect_hardware
-from afmoe.moe.compute import check_compute
+from afmoe.moe.compute import ExpertShape, check_compute
 from afmoe.moe.dispatch import make_dispatcher
 
 
@@ -29,11 +29,11 @@ class ModelPlugins:
         self.dispatcher = make_dispatcher(dispatch, num_experts=config.num_experts)
         self._compute = registry.configure("moe/compute", compute)
         self._hardware = hardware
-        self._sizes = _sizes(config)
+        self._shape = _shape(config)
 
     def make_compute(self) -> Any:
         """One a block: a plugin may keep a copy of its block's weights in another form."""
-        return registry.build(self._compute, hardware=self._hardware, **self._sizes)
+        return registry.build(self._compute, hardware=self._hardware, shape=self._shape)
 
 
 def check_plugins(
@@ -57,7 +57,7 @@ def check_plugins(
             dropout=config.attention_dropout,
             is_training=is_training,
         ),
-        lambda: check_compute(registry.plugin_of(compute), compute, hardware=hardware, **_sizes(config)),
+        lambda: check_compute(registry.plugin_of(compute), compute, hardware=hardware, shape=_shape(config)),
     ):
         try:
             check()
@@ -67,11 +67,10 @@ def check_plugins(
         raise MachineError(". Also, ".join(reasons))
 
 
-def _sizes(config: AfmoeConfig) -> dict[str, Any]:
-    """What a compute plugin asks about the experts."""
-    return {
-        "num_experts": config.num_experts,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.moe_intermediate_size,
-        "activation": config.hidden_act,
-    }
+def _shape(config: AfmoeConfig) -> ExpertShape:
+    return ExpertShape(
+        num_experts=config.num_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        activation=config.hidden_act,
+    )

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from afmoe.errors import ConfigError, ScriptParser, script_errors
 
@@ -155,18 +155,18 @@ def our_step(options: argparse.Namespace, name: str) -> Callable[[], None]:
     import torch
 
     from afmoe.hardware import detect_hardware
-    from afmoe.moe.compute import check_compute
+    from afmoe.moe.compute import ExpertShape, check_compute
     from afmoe.registry import build, configure, plugin_of
 
     config, hardware = configure("moe/compute", name), detect_hardware("cpu")
-    sizes: dict[str, Any] = {
-        "num_experts": options.num_experts,
-        "hidden_size": options.hidden_size,
-        "intermediate_size": options.intermediate_size,
-        "activation": "silu",
-    }
-    check_compute(plugin_of(config), config, hardware=hardware, **sizes)
-    compute = build(config, hardware=hardware, **sizes)
+    shape = ExpertShape(
+        num_experts=options.num_experts,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        activation="silu",
+    )
+    check_compute(plugin_of(config), config, hardware=hardware, shape=shape)
+    compute = build(config, hardware=hardware, shape=shape)
     dispatcher = build(configure("moe/dispatch", "local"), num_experts=options.num_experts)
     wide = (options.num_experts, options.intermediate_size, options.hidden_size)
     gate_LFD, up_LFD = (0.06 * torch.randn(wide) for _ in range(2))

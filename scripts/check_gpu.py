@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_speed import SHAPES, layer_operands, measure_everything
+from gpu_speed import SHAPES, compute_of, layer_operands, measure_everything
 from torch import Tensor
 
 from afmoe.checkpoint.atomic import write_text
 from afmoe.errors import ScriptParser, script_errors
 from afmoe.hardware import Hardware, detect_hardware
-from afmoe.registry import build, configure, find
+from afmoe.moe.compute import ExpertShape
+from afmoe.registry import configure, find
 
 # bf16 rounds a result by 1.7e-3, and so much is left to fp8 in fp32, because the tensor cores of sm_90 add
 # its products with fewer than 32 bits. Operands that are not quantized would be within 4e-3 of exact, so
@@ -118,12 +119,12 @@ def choices_for(hardware: Hardware) -> dict[str, Any]:
         "fp8": "fp8",
         "mxfp8": "mxfp8",
     }
-    sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 384, "activation": "silu"}
+    shape = ExpertShape(num_experts=8, hidden_size=256, intermediate_size=384, activation="silu")
     possible = {}
     for name, choice in choices.items():
         plugin: Any = find("moe/compute", name)
         config = configure("moe/compute", choice)
-        if plugin.why_not(config, hardware=hardware, **sizes) is None:
+        if plugin.why_not(config, hardware=hardware, shape=shape) is None:
             possible[name] = choice
     return possible
 
@@ -216,19 +217,6 @@ def run_layer(compute: Any, operands: list[Tensor], offsets_L: Tensor, grad_RD: 
     grads = torch.autograd.grad(y_RD, leaves, grad_RD.to(y_RD.dtype))
     names = ("gradient of x", "gradient of gate", "gradient of up", "gradient of down")
     return {"y": y_RD.detach()} | dict(zip(names, grads, strict=True))
-
-
-def compute_of(
-    choice: Any, num_experts: int, hidden_size: int, intermediate_size: int, hardware: Hardware
-) -> Any:
-    return build(
-        configure("moe/compute", choice),
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        activation="silu",
-        hardware=hardware,
-    )
 
 
 def deviation(value: Tensor, expected: Tensor) -> float:

@@ -54,12 +54,7 @@ VARIABLES = (
 # a layer of Trinity Mini; what fails for these sizes fails for the machine
 QUESTIONS: dict[str, dict[str, Any]] = {
     "attention": {"head_dim": 128, "dropout": 0.0, "is_training": True},
-    "moe/compute": {
-        "num_experts": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "activation": "silu",
-    },
+    "moe/compute": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 1024, "activation": "silu"},
     "moe/dispatch": {"precision": "bf16-mixed"},
 }
 
@@ -181,9 +176,14 @@ def judge(group: str, name: str, hardware: Hardware) -> dict[str, str | None]:
         if group not in QUESTIONS:
             return {"runs": "yes"}
         config = registry.configure(group, name)
-        reason = plugin.why_not(config, hardware=hardware, **QUESTIONS[group])
+        questions = QUESTIONS[group]
+        if group == "moe/compute":
+            from afmoe.moe.compute import ExpertShape
+
+            questions = {"shape": ExpertShape(**questions)}
+        reason = plugin.why_not(config, hardware=hardware, **questions)
         if reason is None and group == "moe/compute":
-            return {"runs": registry.build(config, hardware=hardware, **QUESTIONS[group]).description}
+            return {"runs": registry.build(config, hardware=hardware, **questions).description}
     # a package that is missing or broken, or an outside plugin's own check
     except (ImportError, OSError, UserError) as error:
         reason = f"cannot be loaded: {type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from afmoe.config import AfmoeConfig
 from afmoe.hardware import Hardware
 from afmoe.moe.block import MoeBlock
+from afmoe.moe.compute import ExpertShape
 from afmoe.registry import build, configure
 
 NUM_TOKENS = 8192
@@ -163,19 +164,13 @@ def measure_layers(
     choices: dict[str, Any],
 ) -> None:
     """The experts of one layer, forward and backward, as a model calls them."""
+    sizes = (shape.hidden_size, shape.intermediate_size)
     operands, offsets_L, grad_RD = layer_operands(
-        shape.num_local_experts, shape.hidden_size, shape.intermediate_size, counts, torch.bfloat16, device
+        shape.num_local_experts, *sizes, counts, torch.bfloat16, device
     )
     leaves = [operand.requires_grad_() for operand in operands]
     for name, choice in choices.items():
-        compute = build(
-            configure("moe/compute", choice),
-            num_experts=shape.num_local_experts,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            activation="silu",
-            hardware=hardware,
-        )
+        compute = compute_of(choice, shape.num_local_experts, *sizes, hardware)
 
         def step(compute: Any = compute) -> None:
             torch.autograd.grad(compute(leaves[0], offsets_L, *leaves[1:]), leaves, grad_RD)
@@ -259,15 +254,9 @@ def measure_blocks(
     )
     hidden_BSD = torch.randn(1, NUM_TOKENS, shape.hidden_size, dtype=torch.bfloat16, device=device)
     grad_BSD = torch.randn_like(hidden_BSD)
+    sizes = (shape.hidden_size, shape.intermediate_size)
     for name, choice in choices.items():
-        compute = build(
-            configure("moe/compute", choice),
-            num_experts=shape.num_experts,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            activation="silu",
-            hardware=hardware,
-        )
+        compute = compute_of(choice, shape.num_experts, *sizes, hardware)
         dispatcher = build(configure("moe/dispatch", "local"), num_experts=shape.num_experts)
         with device:
             block = MoeBlock(config, 0, compute=compute, dispatcher=dispatcher, shared_expert=None).bfloat16()
@@ -279,6 +268,18 @@ def measure_blocks(
             torch.autograd.grad(block(hidden_BSD)[0], leaves, grad_BSD)
 
         speed.time(shape.name, f"block {name}", step, flops=shape.layer_flops)
+
+
+def compute_of(
+    choice: Any, num_experts: int, hidden_size: int, intermediate_size: int, hardware: Hardware
+) -> Any:
+    shape = ExpertShape(
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation="silu",
+    )
+    return build(configure("moe/compute", choice), shape=shape, hardware=hardware)
 
 
 def layer_operands(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from afmoe.hardware import Hardware
+from afmoe.moe.compute import ExpertShape
 from afmoe.registry import build, configure
 
 CPU = Hardware(device_type="cpu")
@@ -62,14 +63,16 @@ def make_case(
 
 
 def build_compute(choice: Any, case: Case, activation: str = "silu") -> Any:
-    num_experts, intermediate_size, hidden_size = case.gate_LFD.shape
-    return build(
-        configure("moe/compute", choice),
+    return build(configure("moe/compute", choice), shape=shape_of(case, activation), hardware=CPU)
+
+
+def shape_of(case: Case, activation: str = "silu") -> ExpertShape:
+    num_experts, intermediate_size, hidden_size = case.up_LFD.shape
+    return ExpertShape(
         num_experts=num_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         activation=activation,
-        hardware=CPU,
     )
 
 

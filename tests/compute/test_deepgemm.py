@@ -7,6 +7,7 @@ checks shapes, dtypes and alignment, restores the operands and multiplies in fp3
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
-from afmoe.moe.compute import check_compute
+from afmoe.moe.compute import ExpertShape, check_compute
 from afmoe.moe.compute.deepgemm_layout import AlignedRows
 from afmoe.moe.quantization import BLOCK_SIZE, dequantize_rows, dequantize_weights
 from afmoe.registry import build, configure, find
@@ -93,7 +94,8 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def build_deepgemm(hardware: Hardware, wgrad: str = "fp8") -> Any:
     config = configure("moe/compute", {"name": "deepgemm_fp8", "wgrad": wgrad})
-    return build(config, num_experts=7, activation="silu", hardware=hardware, **SIZES)
+    shape = replace(SHAPE, num_experts=7, **SIZES)
+    return build(config, shape=shape, hardware=hardware)
 
 
 def same_scales(hardware: Hardware, wgrad: str, case: Case) -> Any:
@@ -173,7 +175,7 @@ def test_rows_lie_in_tiles_of_one_expert_and_come_back(
     assert (back[sum(counts) :] == 0).all()
 
 
-SHAPE = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 1024, "activation": "silu"}
+SHAPE = ExpertShape(num_experts=128, hidden_size=2048, intermediate_size=1024, activation="silu")
 
 
 @pytest.mark.parametrize(
@@ -200,10 +202,10 @@ def test_it_runs_there_or_names_every_reason(
     plugin: Any = find("moe/compute", "deepgemm_fp8")
     config = configure("moe/compute", "deepgemm_fp8")
     if reason is None:
-        check_compute(plugin, config, hardware=hardware, **(SHAPE | shape))
+        check_compute(plugin, config, hardware=hardware, shape=replace(SHAPE, **shape))
     else:
         with pytest.raises(MachineError, match=reason):
-            check_compute(plugin, config, hardware=hardware, **(SHAPE | shape))
+            check_compute(plugin, config, hardware=hardware, shape=replace(SHAPE, **shape))
 
 
 def test_an_unknown_format_of_weight_gradients_is_refused() -> None:

@@ -10,8 +10,8 @@ import torch
 from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outputs_and_gradients
 
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import expert_mlp_by_grouped_mm
-from afmoe.moe.grouped_mm.weights import ExpertWeights
+from afmoe.moe.compute.grouped import GroupedExperts
+from afmoe.moe.grouped_mm import ExpertWeights
 
 # measured over sizes (64, 48), (30, 33), (256, 128), (200, 136) and COUNTS; the bound is three times that:
 # fp64 5.7e-16, fp32 4.6e-7, bf16 7.0e-3 (inputs rounded to bf16 as well)
@@ -42,11 +42,11 @@ def compute_named(name: str, case: Case, activation: str = "silu") -> Any:
         return build_compute(name, case, activation)
 
     # what `native` runs on a GPU; torch has it on a CPU as well
+    experts = GroupedExperts(activation_named(activation))
+
     def compute(x_RD: torch.Tensor, offsets_L: torch.Tensor, *weights: Any) -> torch.Tensor:
         *projections, biases = weights if len(weights) == 4 else (*weights, ())
-        return expert_mlp_by_grouped_mm(
-            x_RD, offsets_L, ExpertWeights(*projections, *biases), activation_named(activation)
-        )
+        return experts.by_grouped_mm(x_RD, offsets_L, ExpertWeights(*projections, *biases))
 
     return compute
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from expert_cases import CPU
 
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware, detect_hardware
-from afmoe.moe.compute import check_compute
+from afmoe.moe.compute import ExpertShape, check_compute
 from afmoe.registry import build, configure, find
 
-SHAPE = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 1024, "activation": "silu"}
+SHAPE = ExpertShape(num_experts=128, hidden_size=2048, intermediate_size=1024, activation="silu")
 
 
 def gpu(major: int, minor: int, has_triton: bool = True) -> Hardware:
@@ -67,11 +68,11 @@ def test_a_plugin_runs_there_or_says_why_not_and_what_would(
     config = configure("moe/compute", choice)
     plugin: Any = find("moe/compute", choice if isinstance(choice, str) else choice["name"])
     if reason is None:
-        check_compute(plugin, config, hardware=hardware, **SHAPE)
-        assert plugin.why_not(config, hardware=hardware, **SHAPE) is None
+        check_compute(plugin, config, hardware=hardware, shape=SHAPE)
+        assert plugin.why_not(config, hardware=hardware, shape=SHAPE) is None
     else:
         with pytest.raises(MachineError, match=reason):
-            check_compute(plugin, config, hardware=hardware, **SHAPE)
+            check_compute(plugin, config, hardware=hardware, shape=SHAPE)
 
 
 def test_bf16_refuses_kernels_that_it_does_not_know() -> None:
@@ -80,14 +81,14 @@ def test_bf16_refuses_kernels_that_it_does_not_know() -> None:
 
 
 def built(choice: Any, hardware: Hardware) -> Any:
-    return build(configure("moe/compute", choice), hardware=hardware, **SHAPE)
+    return build(configure("moe/compute", choice), hardware=hardware, shape=SHAPE)
 
 
 def test_the_bf16_kernels_multiply_experts_without_a_gate_and_refuse_biases() -> None:
     config = configure("moe/compute", {"name": "bf16", "kernels": "triton"})
     plugin: Any = find("moe/compute", "bf16")
-    assert plugin.why_not(config, hardware=gpu(9, 0), gated=False, **SHAPE) is None
-    reason = plugin.why_not(config, hardware=gpu(9, 0), has_bias=True, **SHAPE)
+    assert plugin.why_not(config, hardware=gpu(9, 0), shape=replace(SHAPE, gated=False)) is None
+    reason = plugin.why_not(config, hardware=gpu(9, 0), shape=replace(SHAPE, has_bias=True))
     assert reason.endswith("these have biases; use moe.compute.kernels=torch")
 
 

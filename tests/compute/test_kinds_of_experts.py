@@ -12,17 +12,27 @@ from torch import Tensor
 from afmoe.errors import ConfigError, MachineError
 from afmoe.layers import FeedForward
 from afmoe.moe.activations import activation_named
-from afmoe.moe.compute import check_compute
+from afmoe.moe.compute import ExpertShape, check_compute
+from afmoe.moe.compute.grouped import GroupedExperts
 from afmoe.moe.experts import Experts
-from afmoe.moe.grouped_mm import expert_mlp_by_grouped_mm
-from afmoe.moe.grouped_mm.weights import ExpertWeights
+from afmoe.moe.grouped_mm import ExpertWeights
 from afmoe.registry import configure, find
 
 KINDS = [(True, True), (False, False), (False, True)]
 each_kind = pytest.mark.parametrize(("gated", "has_bias"), KINDS, ids=["gated-bias", "plain", "plain-bias"])
 # measured 3.2e-16, 3.6e-7 and 5.3e-3 (inputs rounded to bf16 as well)
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1.2e-6, torch.bfloat16: 1.6e-2}
-SHAPE = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 48, "activation": "silu"}
+
+
+def shape(gated: bool, has_bias: bool, activation: str = "silu") -> ExpertShape:
+    return ExpertShape(
+        num_experts=8,
+        hidden_size=64,
+        intermediate_size=48,
+        activation=activation,
+        gated=gated,
+        has_bias=has_bias,
+    )
 
 
 def operands(case: Case, gated: bool, has_bias: bool) -> list[Tensor | None]:
@@ -51,10 +61,12 @@ def compute_named(name: str, case: Case, activation: str = "silu") -> Any:
     if name != "grouped_mm":
         return build_compute(name, case, activation)
 
+    experts = GroupedExperts(activation_named(activation))
+
     def compute(x_RD: Tensor, offsets_L: Tensor, *weights: Any) -> Tensor:
         *projections, biases = weights
         weights = ExpertWeights(*projections, *(biases or ()))
-        return expert_mlp_by_grouped_mm(x_RD, offsets_L, weights, activation_named(activation))
+        return experts.by_grouped_mm(x_RD, offsets_L, weights)
 
     return compute
 
@@ -196,9 +208,7 @@ def test_plugins_for_gated_experts_refuse_the_others(
 ) -> None:
     plugin: Any = find("moe/compute", name)
     with pytest.raises(MachineError, match=reason):
-        check_compute(
-            plugin, configure("moe/compute", name), hardware=CPU, gated=gated, has_bias=has_bias, **SHAPE
-        )
+        check_compute(plugin, configure("moe/compute", name), hardware=CPU, shape=shape(gated, has_bias))
 
 
 @each_kind
@@ -206,11 +216,9 @@ def test_plugins_for_gated_experts_refuse_the_others(
 def test_plugins_that_multiply_every_kind_say_so(name: str, gated: bool, has_bias: bool) -> None:
     plugin: Any = find("moe/compute", name)
     config = configure("moe/compute", name)
-    check_compute(plugin, config, hardware=CPU, gated=gated, has_bias=has_bias, **SHAPE)
+    check_compute(plugin, config, hardware=CPU, shape=shape(gated, has_bias))
 
 
 def test_an_activation_that_needs_a_gate_is_refused_without_one() -> None:
-    plugin: Any = find("moe/compute", "native")
-    sizes = SHAPE | {"activation": "clamped_swiglu:7"}
     with pytest.raises(ConfigError, match="hidden_act=clamped_swiglu:7 needs experts with a gate; use silu"):
-        check_compute(plugin, configure("moe/compute", "native"), hardware=CPU, gated=False, **sizes)
+        shape(gated=False, has_bias=False, activation="clamped_swiglu:7")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute import quantized
+from afmoe.moe.grouped_mm import ExpertWeights
 from afmoe.moe.quantization import (
     BLOCK_SIZE,
     MX_BLOCK_SIZE,
@@ -163,8 +164,8 @@ def forward(compute: Any, case: Case) -> Tensor:
 
 
 def copies(compute: Any, case: Case) -> list[Tensor]:
-    rounding = compute.emulation.rounding
-    pairs = compute.rounded_weights.get((case.gate_LFD, case.up_LFD, case.down_LDF), rounding)
+    experts, weights = compute.experts, (case.gate_LFD, case.up_LFD, case.down_LDF)
+    pairs = experts.weight_copies.of(weights, lambda: experts.mlp.store(ExpertWeights(*weights)))
     return [copy for pair in pairs for copy in pair]
 
 
@@ -239,7 +240,7 @@ def test_a_copied_or_pickled_plugin_works_and_starts_without_a_cache(name: str) 
     compute = build_compute(name, case)
     expected = forward(compute, case)
     for other in (copy.deepcopy(compute), pickle.loads(pickle.dumps(compute))):
-        assert other.rounded_weights is not compute.rounded_weights
+        assert other.experts.weight_copies is not compute.experts.weight_copies
         assert torch.equal(forward(other, case), expected)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.afmoe.configuration_afmoe import AfmoeConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoeExperts
 
+from afmoe.moe.compute import ExpertShape
 from afmoe.moe.experts import Experts
 from afmoe.registry import build, configure
 
@@ -41,14 +42,8 @@ def saved_bytes_per_token(layer: Callable[[Tensor], Tensor], *kept_anyway: Tenso
 
 
 def our_layer(name: str) -> tuple[Experts, Callable[[Tensor], Tensor]]:
-    compute = build(
-        configure("moe/compute", name),
-        num_experts=E,
-        hidden_size=D,
-        intermediate_size=F,
-        activation="silu",
-        hardware=CPU,
-    )
+    shape = ExpertShape(num_experts=E, hidden_size=D, intermediate_size=F, activation="silu")
+    compute = build(configure("moe/compute", name), shape=shape, hardware=CPU)
     experts = Experts(E, D, F, compute)
     experts.init_weights(0.06)
     dispatcher = build(configure("moe/dispatch", "local"), num_experts=E)

@@ -18,6 +18,7 @@ from afmoe import AfmoeConfig
 from afmoe.hardware import Hardware
 from afmoe.layers import FeedForward
 from afmoe.moe.block import MoeBlock
+from afmoe.moe.compute import ExpertShape
 from afmoe.moe.dispatch import make_dispatcher
 from afmoe.registry import build, configure
 
@@ -68,14 +69,8 @@ class Case:
     def block(self, dispatcher: Any) -> MoeBlock:
         """With every expert, the same weights each time."""
         torch.manual_seed(0)
-        compute = build(
-            configure("moe/compute", COMPUTES[self.compute]),
-            num_experts=E,
-            hidden_size=D,
-            intermediate_size=F,
-            activation="silu",
-            hardware=CPU,
-        )
+        shape = ExpertShape(num_experts=E, hidden_size=D, intermediate_size=F, activation="silu")
+        compute = build(configure("moe/compute", COMPUTES[self.compute]), shape=shape, hardware=CPU)
         shared_expert = FeedForward(D, F, "silu") if self.shared else None
         block = MoeBlock(self.config, 0, compute=compute, dispatcher=dispatcher, shared_expert=shared_expert)
         for parameter in block.parameters():

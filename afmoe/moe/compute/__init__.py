@@ -19,61 +19,58 @@ The contract that every plugin keeps, and that tests/compute checks against `ref
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import Biases, RowSource
+from afmoe.moe.grouped_mm import Biases, ExpertWeights, RowSource
 
 
-class ExpertCompute(Protocol):
-    """What a plugin of the group `moe/compute` offers, made by `registry.build(config, num_experts=...)`."""
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The experts that a plugin is asked to multiply.
+
+    Raises `ConfigError` for an activation that is unknown or that needs a gate which the experts lack.
+    """
+
+    num_experts: int
+    """The local ones (L)."""
+    hidden_size: int
+    intermediate_size: int
+    """Width of one expert (F)."""
+    activation: str
+    gated: bool = True
+    has_bias: bool = False
+    """Whether every projection has one."""
+
+    def __post_init__(self) -> None:
+        if activation_named(self.activation).needs_gate and not self.gated:
+            raise ConfigError(f"hidden_act={self.activation} needs experts with a gate; use silu")
+
+
+class ExpertCompute(ABC):
+    """A plugin of the group `moe/compute`, made by `registry.build(config, shape=..., hardware=...)`."""
 
     Config: ClassVar[type]
     name: ClassVar[str]
+    leaves_graph: ClassVar[bool] = False
+    """Whether `torch.compile` has to break its graph around the call."""
+    description: str
+    """One line for people: what runs, in which precision, emulated or not."""
 
-    @property
-    def description(self) -> str:
-        """One line for people: what runs, in which precision, emulated or not."""
-        ...
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        hardware: Hardware | None = None,
-    ) -> None:
-        """`num_experts` counts the local experts (L), `intermediate_size` is the width of one (F).
-
-        `hardware` None: the machine that this runs on.
-        """
-        ...
+    @abstractmethod
+    def __init__(self, config: Any, *, shape: ExpertShape, hardware: Hardware | None = None) -> None:
+        """`hardware` None: the machine that this runs on."""
 
     @classmethod
-    def why_not(
-        cls,
-        config: Any,
-        *,
-        hardware: Hardware,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        gated: bool = True,
-        has_bias: bool = False,
-    ) -> str | None:
-        """Why this cannot run there and what would, in one sentence; None: it can. Asks the record only.
-
-        `gated`, `has_bias`: what the experts are; handed over only where they differ from the default.
-        """
-        ...
+    @abstractmethod
+    def why_not(cls, config: Any, *, hardware: Hardware, shape: ExpertShape) -> str | None:
+        """Why this cannot run there and what would, in one sentence; None: it can. Asks the record only."""
 
     def __call__(
         self,
@@ -87,51 +84,36 @@ class ExpertCompute(Protocol):
     ) -> Tensor:
         """y_RD of the module docstring, differentiable in x, the weights and the biases (None: without).
 
-        `source`: what x was gathered from, if it
-        was, for a plugin that would rather keep that for backward.
+        `source`: what x was gathered from, if it was, for a plugin that would rather keep that for backward.
         """
-        ...
+        weights = ExpertWeights(gate_LFD, up_LFD, down_LDF, *(biases or ()))
+        return self.multiply(x_RD, offsets_L, weights, source)
 
-    def on_weights_updated(self) -> None:
+    @abstractmethod
+    def multiply(
+        self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None
+    ) -> Tensor:
+        """The call, its weights in one tuple."""
+
+    def on_weights_updated(self) -> None:  # noqa: B027 (most derive nothing)
         """Drop what was derived from the weights. Called after each optimizer step and after loading."""
-        ...
 
 
 def check_compute(
-    plugin: type[ExpertCompute],
-    config: Any,
-    *,
-    hardware: Hardware,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    activation: str,
-    gated: bool = True,
-    has_bias: bool = False,
+    plugin: type[ExpertCompute], config: Any, *, hardware: Hardware, shape: ExpertShape
 ) -> None:
-    """Raise `MachineError` with the plugin's reason when it cannot run there.
-
-    Raises `ConfigError` for an activation that is unknown or that needs a gate which the experts lack.
-    """
-    if activation_named(activation).needs_gate and not gated:
-        raise ConfigError(f"hidden_act={activation} needs experts with a gate; use silu")
-    unusual = {} if gated and not has_bias else {"gated": gated, "has_bias": has_bias}
-    reason = plugin.why_not(
-        config,
-        hardware=hardware,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        activation=activation,
-        **unusual,
-    )
+    """Raise `MachineError` with the plugin's reason when it cannot run there."""
+    reason = plugin.why_not(config, hardware=hardware, shape=shape)
     if reason is not None:
         raise MachineError(reason)
 
 
-def why_not_these_experts(choice: str, gated: bool, has_bias: bool, instead: str) -> str | None:
-    """The reason of a choice that multiplies gated experts without biases and no others."""
-    unusual = [kind for kind, is_so in (("no gate", not gated), ("biases", has_bias)) if is_so]
+def why_not_these_experts(
+    choice: str, shape: ExpertShape, instead: str, *, gate_needed: bool = True
+) -> str | None:
+    """The reason of a choice that multiplies experts without biases, and only gated ones if `gate_needed`."""
+    kinds = (("no gate", gate_needed and not shape.gated), ("biases", shape.has_bias))
+    unusual = [kind for kind, is_so in kinds if is_so]
     if not unusual:
         return None
     return f"{choice} multiplies gated experts without biases, these have {' and '.join(unusual)}; {instead}"

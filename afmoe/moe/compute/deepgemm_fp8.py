@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from afmoe.errors import ConfigError
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import Activation, activation_named
-from afmoe.moe.compute import all_reasons, why_not_these_experts
+from afmoe.moe.compute import ExpertCompute, ExpertShape, all_reasons, why_not_these_experts
 from afmoe.moe.compute.deepgemm_layout import (
     ALIGNMENT,
     AlignedRows,
@@ -22,13 +22,13 @@ from afmoe.moe.compute.deepgemm_layout import (
     row_operand,
     weight_operands,
 )
-from afmoe.moe.compute.weight_copies import WeightCopies
-from afmoe.moe.grouped_mm import Biases, RowSource, product_dtype
+from afmoe.moe.compute.node import Backward, ExpertMlp, ExpertNode, Forward
+from afmoe.moe.grouped_mm import ExpertWeights, RowSource, product_dtype
 from afmoe.registry import register
 
 
 @register("moe/compute", "deepgemm_fp8")
-class DeepGemmFp8Compute:
+class DeepGemmFp8Compute(ExpertCompute):
     """Numerics: fp8 of `afmoe.moe.quantization`; products come back in bf16, weight gradients in fp32.
 
     Scales are fp32 on sm_90 and powers of two on sm_100, as DeepGEMM wants them. **No GPU has run this yet**:
@@ -46,87 +46,52 @@ class DeepGemmFp8Compute:
             if self.wgrad not in ("fp8", "bf16"):
                 raise ConfigError(f"moe.compute.wgrad must be one of fp8, bf16, got {self.wgrad}")
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        hardware: Hardware | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, shape: ExpertShape, hardware: Hardware | None = None) -> None:
         capability = (hardware or detect_hardware()).capability
         is_sm_90 = capability is not None and capability[0] == 9
-        self.activation = activation_named(activation)
-        self.products = DeepGemmProducts(
-            scales="fp32" if is_sm_90 else "ue8m0", flat=is_sm_90, wgrad=config.wgrad
-        )
-        self.weight_copies = WeightCopies()
-        self.description = f"deepgemm_fp8 (e4m3, DeepGEMM, {self.products.scales} scales)"
+        scales = "fp32" if is_sm_90 else "ue8m0"
+        activation = activation_named(shape.activation)
+        self.experts = ExpertNode(DeepGemmMlp(activation, scales, flat=is_sm_90, wgrad=config.wgrad))
+        self.description = f"deepgemm_fp8 (e4m3, DeepGEMM, {scales} scales)"
 
     @classmethod
-    def why_not(
-        cls,
-        config: Config,
-        *,
-        hardware: Hardware,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        gated: bool = True,
-        has_bias: bool = False,
-    ) -> str | None:
+    def why_not(cls, config: Config, *, hardware: Hardware, shape: ExpertShape) -> str | None:
         choice, reasons = "moe/compute=deepgemm_fp8", []
         if hardware.capability is None or hardware.capability[0] not in (9, 10):
             reasons.append(f"a GPU of sm_90 or sm_100, this is {hardware.architecture}")
         if not hardware.has_deep_gemm:
             reasons.append("the package deep_gemm (github.com/deepseek-ai/DeepGEMM), which is not installed")
-        for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate_size)):
+        sizes = {"hidden_size": shape.hidden_size, "moe_intermediate_size": shape.intermediate_size}
+        for name, size in sizes.items():
             if size % ALIGNMENT:
                 reasons.append(f"model.{name} to be a multiple of {ALIGNMENT}, it is {size}")
         machine = f"{choice} needs {', and '.join(reasons)}; use moe/compute=fp8, or moe/compute=bf16"
         return all_reasons(
             machine if reasons else None,
-            why_not_these_experts(choice, gated, has_bias, "use moe/compute=native"),
+            why_not_these_experts(choice, shape, "use moe/compute=native"),
         )
 
-    # weights are known by address and version, which a compiled graph does not have
-    @torch.compiler.disable
-    def __call__(
-        self,
-        x_RD: Tensor,
-        offsets_L: Tensor,
-        gate_LFD: Tensor | None,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        biases: Biases | None = None,
-        source: RowSource | None = None,
+    def multiply(
+        self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None
     ) -> Tensor:
-        assert gate_LFD is not None
-        assert biases is None
-        dtype, weights = product_dtype(x_RD), (gate_LFD, up_LFD, down_LDF)
-        if torch.is_grad_enabled():
-            stored = self.weight_copies.of(weights, self._store)
-        else:
-            stored = self._store(weights)
-        y_RD = _DeepGemmMlp.apply(x_RD, *weights, offsets_L, stored, self.products, self.activation)
-        return y_RD.to(dtype)
+        # of no use: x itself is kept
+        return self.experts(x_RD.to(product_dtype(x_RD)), offsets_L, weights)
 
     def on_weights_updated(self) -> None:
-        self.weight_copies.drop()
-
-    def _store(self, weights: tuple[Tensor, ...]) -> list[tuple[Operand, Operand]]:
-        return [weight_operands(weight.detach(), self.products.scales) for weight in weights]
+        self.experts.on_weights_updated()
 
 
 @dataclass(frozen=True)
-class DeepGemmProducts:
+class DeepGemmMlp(ExpertMlp):
+    """Saved for backward: gate and up product in their slots, and where the slots are, with x."""
+
+    activation: Activation
     scales: str
     flat: bool
     """Whether the k-grouped call is sm_90's."""
     wgrad: str
+    stores_weights = True
+    form = "products of x in slots"
 
     @cached_property
     def library(self) -> Any:
@@ -145,79 +110,73 @@ class DeepGemmProducts:
         return out_SN
 
     def weight_gradients(
-        self, pairs: list[tuple[Tensor, Tensor]], layout: AlignedRows, dtype: torch.dtype
-    ) -> list[Tensor]:
+        self, pairs: Sequence[tuple[Tensor, Tensor] | None], layout: AlignedRows, dtype: torch.dtype
+    ) -> list[Tensor | None]:
         """grad.T @ x per expert, for each pair (grad [S, N], x [S, K])."""
         if self.wgrad == "bf16":
             ends_L = layout.num_slots_L.cumsum(0).to(torch.int32)
-            return [
-                torch.nn.functional.grouped_mm(grad_SN.bfloat16().t(), x_SK.bfloat16(), offs=ends_L).to(dtype)
-                for grad_SN, x_SK in pairs
-            ]
+            return [pair and _bf16_weight_gradient(*pair, ends_L).to(dtype) for pair in pairs]
         num_slots = layout.num_slots_L.tolist()
-        num_slots_L = layout.num_slots_L.to(torch.int32)
-        name = f"k_grouped_fp8_gemm_{'nt' if self.flat else 'tn'}_contiguous"
-        grads = []
-        for grad_SN, x_SK in pairs:
-            grad, x = (
-                column_operand(operand, num_slots, self.scales, flat=self.flat) for operand in (grad_SN, x_SK)
-            )
-            shape = (len(num_slots), grad_SN.shape[1], x_SK.shape[1])
-            out_LNK = x_SK.new_zeros(shape, dtype=torch.float32)
-            if sum(num_slots):
-                # the last operand is what the products are added to
-                getattr(self.library, name)(grad, x, out_LNK, num_slots, num_slots_L, out_LNK)
-            grads.append(out_LNK.to(dtype))
-        return grads
+        return [pair and self.weight_gradient(*pair, layout, num_slots).to(dtype) for pair in pairs]
 
-
-class _DeepGemmMlp(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        gate_LFD: Tensor,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        offsets_L: Tensor,
-        stored: list[tuple[Operand, Operand]],
-        products: DeepGemmProducts,
-        activation: Activation,
+    def weight_gradient(
+        self, grad_SN: Tensor, x_SK: Tensor, layout: AlignedRows, num_slots: list[int]
     ) -> Tensor:
-        layout = AlignedRows.of(offsets_L, x_RD.shape[0])
-        gate, up, down = (forward for forward, _ in stored)
-        with torch.autocast(x_RD.device.type, enabled=False):
-            x_SD = layout.spread(x_RD)
-            gated_SF = products.multiply(x_SD, gate, layout)
-            raised_SF = products.multiply(x_SD, up, layout)
-            y_SD = products.multiply(activation.hidden(gated_SF, raised_SF), down, layout)
-        ctx.save_for_backward(x_RD, gated_SF, raised_SF)
-        ctx.layout, ctx.products, ctx.activation = layout, products, activation
-        ctx.weights = [backward for _, backward in stored]
-        ctx.weights_dtype = gate_LFD.dtype
-        return layout.gather(y_SD)
+        """grad.T @ x per expert, in fp32."""
+        grad, x = (column_operand(each, num_slots, self.scales, flat=self.flat) for each in (grad_SN, x_SK))
+        shape = (len(num_slots), grad_SN.shape[1], x_SK.shape[1])
+        out_LNK = x_SK.new_zeros(shape, dtype=torch.float32)
+        if sum(num_slots):
+            name = f"k_grouped_fp8_gemm_{'nt' if self.flat else 'tn'}_contiguous"
+            num_slots_L = layout.num_slots_L.to(torch.int32)
+            # the last operand is what the products are added to
+            getattr(self.library, name)(grad, x, out_LNK, num_slots, num_slots_L, out_LNK)
+        return out_LNK
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_RD, gated_SF, raised_SF = ctx.saved_tensors
-        gate, up, down = ctx.weights
-        layout: AlignedRows = ctx.layout
-        products: DeepGemmProducts = ctx.products
-        with torch.autocast(grad_y_RD.device.type, enabled=False):
-            grad_y_SD = layout.spread(grad_y_RD)
-            grad_hidden_SF = products.multiply(grad_y_SD, down, layout)
-            hidden_SF, (grad_gated_SF, grad_raised_SF) = ctx.activation.hidden_backward(
-                grad_hidden_SF, gated_SF, raised_SF
-            )
-            grad_x_RD = None
-            if ctx.needs_input_grad[0]:
-                grad_x_SD = products.multiply(grad_gated_SF, gate, layout).float()
-                grad_x_SD += products.multiply(grad_raised_SF, up, layout)
-                grad_x_RD = layout.gather(grad_x_SD).to(x_RD.dtype)
-            grads: list[Tensor | None] = [None, None, None]
-            if any(ctx.needs_input_grad[1:4]):
-                x_SD = layout.spread(x_RD)
-                pairs = [(grad_gated_SF, x_SD), (grad_raised_SF, x_SD), (grad_y_SD, hidden_SF)]
-                grads = [*products.weight_gradients(pairs, layout, ctx.weights_dtype)]
-        return grad_x_RD, *grads, None, None, None, None
+    def store(self, weights: ExpertWeights, offsets_L: Tensor | None = None) -> list[tuple[Operand, Operand]]:
+        """Of gate, up and down: the operands of y = x w.T and of dx = dy w."""
+        projections = (weights.gate_LFD, weights.up_LFD, weights.down_LDF)
+        return [weight_operands(weight, self.scales) for weight in projections if weight is not None]
+
+    def forward(self, given: Forward, stored: list[tuple[Operand, Operand]]) -> tuple[Tensor, list[Tensor]]:
+        layout = AlignedRows.of(given.offsets_L, given.x_RD.shape[0])
+        gate, up, down = (forward for forward, _ in stored)
+        x_SD = layout.spread(given.x_RD)
+        gated_SF, raised_SF = self.multiply(x_SD, gate, layout), self.multiply(x_SD, up, layout)
+        y_SD = self.multiply(self.activation.hidden(gated_SF, raised_SF), down, layout)
+        y_RD = layout.gather(y_SD).to(given.x_RD.dtype)
+        return y_RD, [gated_SF, raised_SF, *vars(layout).values()]
+
+    def saved_like(self, given: Forward) -> list[Tensor]:
+        layout = AlignedRows.of(given.offsets_L, given.x_RD.shape[0])
+        num_slots, size = layout.row_of_slot_S.shape[0], given.weights.up_LFD.shape[1]
+        products = (given.x_RD.new_empty(num_slots, size, dtype=torch.bfloat16) for _ in range(2))
+        return [*products, *vars(layout).values()]
+
+    def backward(self, given: Backward, stored: list[tuple[Operand, Operand]]) -> list[Tensor | None]:
+        gated_SF, raised_SF, *slots = given.saved
+        layout = AlignedRows(*slots)
+        gate, up, down = (backward for _, backward in stored)
+        grad_y_SD = layout.spread(given.grad_y_RD)
+        grad_hidden_SF = self.multiply(grad_y_SD, down, layout)
+        hidden_SF, (grad_gated_SF, grad_raised_SF) = self.activation.hidden_backward(
+            grad_hidden_SF, gated_SF, raised_SF
+        )
+        grad_x_RD = None
+        if given.needed[0]:
+            grad_x_SD = self.multiply(grad_gated_SF, gate, layout).float()
+            grad_x_SD += self.multiply(grad_raised_SF, up, layout)
+            grad_x_RD = layout.gather(grad_x_SD).to(given.grad_y_RD.dtype)
+        grads: list[Tensor | None] = [None] * 6
+        if any(given.needed[1:4]):
+            x_SD = layout.spread(given.rows.all())
+            pairs = [(grad_gated_SF, x_SD), (grad_raised_SF, x_SD), (grad_y_SD, hidden_SF)]
+            wanted = [
+                pair if is_needed else None for pair, is_needed in zip(pairs, given.needed[1:4], strict=True)
+            ]
+            grads[:3] = self.weight_gradients(wanted, layout, given.weights.up_LFD.dtype)
+        return [grad_x_RD, *grads]
+
+
+def _bf16_weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_L: Tensor) -> Tensor:
+    return torch.nn.functional.grouped_mm(grad_SN.bfloat16().t(), x_SK.bfloat16(), offs=ends_L)

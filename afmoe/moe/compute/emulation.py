@@ -9,118 +9,84 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from afmoe.moe.activations import Activation
+from afmoe.moe.compute.grouped import products_like
+from afmoe.moe.compute.node import Backward, ExpertMlp, Forward
 from afmoe.moe.compute.rounding import CHUNK_ELEMENTS, ColumnBlocks, Rounding, round_columns, round_rows
-from afmoe.moe.compute.weight_copies import WeightCopies
-from afmoe.moe.grouped_mm import RowSource, Segments
-from afmoe.moe.grouped_mm.saved_rows import SavedRows
+from afmoe.moe.grouped_mm import ExpertWeights, Segments
 
 
 @dataclass(frozen=True)
-class Emulation:
-    """What is rounded, and how."""
+class Emulation(ExpertMlp):
+    """What is rounded, and how. A few experts at a time: what lies between their products stays in the cache.
+
+    Saved for backward: gate and up product, with x. Without gradients only the weights of experts that have
+    rows are rounded: one rounding costs less than a forward over a batch.
+    """
 
     activation: Activation
     rounding: Rounding
     wgrad_in_bf16: bool
     """Operands of the weight gradients: bf16, or in column blocks of the format."""
+    stores_weights = True
+    form = "products of x"
 
     def rows(self, x_RK: Tensor) -> Tensor:
         return round_rows(x_RK, self.rounding.scales, self.rounding.block_size)
 
+    def store(self, weights: ExpertWeights, offsets_L: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Of gate, up and down: the rounded weights of y = x w.T and those of dx = dy w."""
+        projections = (weights.gate_LFD, weights.up_LFD, weights.down_LDF)
+        if offsets_L is None:
+            return [self.rounding.weights(w_LNK, backward=True) for w_LNK in projections]
+        segments = Segments.of(offsets_L)
+        return [round_busy_experts(w_LNK, segments, self.rounding) for w_LNK in projections]
 
-# host offsets, and weights known by address and version: a graph has neither
-@torch.compiler.disable
-def emulated_gated_mlp(
-    x_RD: Tensor,
-    offsets_L: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    rounded_weights: RoundedWeights,
-    emulation: Emulation,
-    source: RowSource | None,
-) -> Tensor:
-    """The gated MLP of `afmoe.moe.compute` with every operand of every product rounded.
-
-    Gate and up product, hidden rows and y have the dtype of x; gradients that of what they belong to.
-    """
-    segments = Segments.of(offsets_L)
-    if torch.is_grad_enabled():
-        rounded = rounded_weights.get(weights, emulation.rounding)
-    else:
-        rounded = [round_busy_experts(weight, segments, emulation.rounding) for weight in weights]
-    return _EmulatedMlp.apply(x_RD, *weights, *(source or (None, None)), rounded, segments, emulation)
-
-
-class _EmulatedMlp(torch.autograd.Function):
-    """A few experts at a time: what lies between their products stays in the cache."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        gate_LFD: Tensor,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        tokens_TD: Tensor | None,
-        token_of_row_R: Tensor | None,
-        rounded: list[tuple[Tensor, Tensor]],
-        segments: Segments,
-        emulation: Emulation,
-    ) -> Tensor:
-        activation = emulation.activation
-        gate, up, down = (weight.transpose(1, 2) for weight, _ in rounded)
-        gated_RF = x_RD.new_empty(segments.end, gate_LFD.shape[1])
-        raised_RF = torch.empty_like(gated_RF)
+    def forward(self, given: Forward, stored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        x_RD, segments = given.x_RD, Segments.of(given.offsets_L)
+        gate, up, down = (weight.transpose(1, 2) for weight, _ in stored)
+        gated_RF, raised_RF = self.saved_like(given)
         y_RD = _empty_rows(x_RD, segments)
-        with torch.autocast(x_RD.device.type, enabled=False):
-            for rows, experts in _expert_groups(segments, gate_LFD):
-                x, gated, raised = emulation.rows(x_RD[rows]), gated_RF[rows], raised_RF[rows]
-                _multiply(x, gate, experts, out=gated)
-                _multiply(x, up, experts, out=raised)
-                _multiply(emulation.rows(activation.hidden(gated, raised)), down, experts, out=y_RD[rows])
-        kept_x_RD = x_RD if tokens_TD is None else None
-        ctx.save_for_backward(kept_x_RD, tokens_TD, token_of_row_R, gated_RF, raised_RF)
-        ctx.weights = [weight for _, weight in rounded]
-        ctx.segments, ctx.emulation = segments, emulation
-        ctx.weights_dtype = gate_LFD.dtype
-        return y_RD
+        for rows, experts in _expert_groups(segments, stored[0][0]):
+            x, gated, raised = self.rows(x_RD[rows]), gated_RF[rows], raised_RF[rows]
+            _multiply(x, gate, experts, out=gated)
+            _multiply(x, up, experts, out=raised)
+            _multiply(self.rows(self.activation.hidden(gated, raised)), down, experts, out=y_RD[rows])
+        return y_RD, [gated_RF, raised_RF]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_RD: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *kept, gated_RF, raised_RF = ctx.saved_tensors
-        saved_x = SavedRows(*kept, dtype=raised_RF.dtype)
-        gate, up, down = ctx.weights
-        emulation: Emulation = ctx.emulation
-        activation = emulation.activation
-        needs_x, *needs_weights = ctx.needs_input_grad[:4]
-        grad_x_RD = _empty_rows(grad_y_RD, ctx.segments) if needs_x else None
+    def saved_like(self, given: Forward) -> list[Tensor]:
+        return products_like(given)
+
+    def backward(self, given: Backward, stored: list[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
+        grad_y_RD, (gated_RF, raised_RF) = given.grad_y_RD, given.saved
+        segments = Segments.of(given.offsets_L)
+        weights = [weight for _, weight in stored]
+        gate, up, down = weights
+        needs_x, *needs_weights = given.needed[:4]
+        grad_x_RD = _empty_rows(grad_y_RD, segments) if needs_x else None
         grad_weights = [
-            _empty_gradient(weight, ctx.segments) if needed else None
-            for weight, needed in zip(ctx.weights, needs_weights, strict=True)
+            _empty_gradient(weight, segments) if needed else None
+            for weight, needed in zip(weights, needs_weights, strict=True)
         ]
-        with torch.autocast(grad_y_RD.device.type, enabled=False):
-            for rows, experts in _expert_groups(ctx.segments, gate):
-                x = saved_x.part(rows.start, rows.stop)
-                gated, raised, grad_y = gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
-                grad_hidden = torch.empty_like(gated)
-                _multiply(emulation.rows(grad_y), down, experts, out=grad_hidden)
-                hidden, (grad_gated, grad_raised) = activation.hidden_backward(grad_hidden, gated, raised)
-                operands = ((grad_gated, x), (grad_raised, x), (grad_y, hidden))
-                _weight_gradients(operands, experts, emulation, out=grad_weights)
-                if grad_x_RD is not None:
-                    grad_x = torch.empty_like(x, dtype=torch.float32)
-                    _multiply(emulation.rows(grad_gated), gate, experts, out=grad_x)
-                    _multiply(emulation.rows(grad_raised), up, experts, out=grad_x, accumulate=True)
-                    grad_x_RD[rows] = grad_x
-        grads = (grad if grad is None else grad.to(ctx.weights_dtype) for grad in grad_weights)
-        return grad_x_RD, *grads, None, None, None, None, None
+        for rows, experts in _expert_groups(segments, gate):
+            x = given.rows.part(rows.start, rows.stop)
+            gated, raised, grad_y = gated_RF[rows], raised_RF[rows], grad_y_RD[rows]
+            grad_hidden = torch.empty_like(gated)
+            _multiply(self.rows(grad_y), down, experts, out=grad_hidden)
+            hidden, (grad_gated, grad_raised) = self.activation.hidden_backward(grad_hidden, gated, raised)
+            operands = ((grad_gated, x), (grad_raised, x), (grad_y, hidden))
+            _weight_gradients(operands, experts, self, out=grad_weights)
+            if grad_x_RD is not None:
+                grad_x = torch.empty_like(x, dtype=torch.float32)
+                _multiply(self.rows(grad_gated), gate, experts, out=grad_x)
+                _multiply(self.rows(grad_raised), up, experts, out=grad_x, accumulate=True)
+                grad_x_RD[rows] = grad_x
+        dtype = given.weights.up_LFD.dtype
+        return [grad_x_RD, *(None if grad is None else grad.to(dtype) for grad in grad_weights), *[None] * 3]
 
 
 def _expert_groups(segments: Segments, w_LFD: Tensor) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
@@ -204,16 +170,3 @@ def round_busy_experts(w_LNK: Tensor, segments: Segments, rounding: Rounding) ->
     rounded_LNK = w_LNK.new_empty(w_LNK.shape, dtype=torch.float32)
     rounded_LNK[busy], _ = rounding.weights(w_LNK[busy], backward=False)
     return rounded_LNK, rounded_LNK
-
-
-class RoundedWeights(WeightCopies):
-    """The rounded copies of an expert layer's weights in training.
-
-    Without gradients only experts that have rows are rounded: one rounding costs less than a forward over a
-    batch.
-    """
-
-    def get(self, weights: tuple[Tensor, ...], rounding: Rounding) -> list[tuple[Tensor, Tensor]]:
-        return self.of(
-            weights, lambda weights: [rounding.weights(w.detach(), backward=True) for w in weights]
-        )

@@ -3,62 +3,52 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from functools import cache, cached_property
+from abc import abstractmethod
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.compute import all_reasons, why_not_these_experts
-from afmoe.moe.compute.emulation import Emulation, RoundedWeights, emulated_gated_mlp
+from afmoe.moe.compute import ExpertCompute, ExpertShape, all_reasons, why_not_these_experts
+from afmoe.moe.compute.emulation import Emulation
 from afmoe.moe.compute.kernels import why_no_kernels
+from afmoe.moe.compute.kernels.mlp import KernelMlp
+from afmoe.moe.compute.node import ExpertNode
 from afmoe.moe.compute.rounding import Rounding
-from afmoe.moe.grouped_mm import Biases, RowSource, product_dtype
+from afmoe.moe.grouped_mm import ExpertWeights, RowSource, product_dtype
 
 if TYPE_CHECKING:
-    from afmoe.moe.compute.kernels.autograd import KernelExperts
     from afmoe.moe.compute.kernels.products import Products
 
 log = logging.getLogger(__name__)
 
 
-class QuantizedCompute(ABC):
+class QuantizedCompute(ExpertCompute):
     """A plugin's `Config` has `wgrad`, the format's own name or `bf16`, and `emulate`."""
 
-    name: ClassVar[str]
     capability: ClassVar[tuple[int, int]]
     """CUDA capability from which on the kernels run."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        hardware: Hardware | None = None,
-    ) -> None:
+    def __init__(self, config: Any, *, shape: ExpertShape, hardware: Hardware | None = None) -> None:
         hardware = hardware or detect_hardware()
-        self.config = config
-        self.emulation = Emulation(
-            activation_named(activation), self.rounding(config), wgrad_in_bf16=config.wgrad == "bf16"
-        )
-        self.emulates = config.emulate == "true" or not hardware.is_cuda
-        self.rounded_weights = RoundedWeights()
+        activation = activation_named(shape.activation)
         choice = f"moe/compute={self.name}"
-        if self.emulates:
+        if config.emulate == "true" or not hardware.is_cuda:
+            mlp = Emulation(activation, self.rounding(config), wgrad_in_bf16=config.wgrad == "bf16")
             where = hardware.device_type
             self.description = f"{self.name} (e4m3, emulated on {where})"
             say_once(f"{choice} runs as exact emulation on {where}: {self.name}'s numbers, not its speed")
         else:
+            form = f"{self.name} kernels, wgrad={config.wgrad}"
+            mlp = KernelMlp(activation, form, partial(self.products, config))
             self.description = f"{self.name} (e4m3, Triton kernels)"
             say_once(
                 f"{choice} runs Triton kernels that were not timed on a GPU yet: with many small "
                 "experts they may be slower than moe/compute=native; scripts/check_gpu.py measures both"
             )
+        self.experts = ExpertNode(mlp)
 
     @classmethod
     @abstractmethod
@@ -71,20 +61,9 @@ class QuantizedCompute(ABC):
         """Its kernels. Needs triton, which only a machine with a GPU has to have."""
 
     @classmethod
-    def why_not(
-        cls,
-        config: Any,
-        *,
-        hardware: Hardware,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        gated: bool = True,
-        has_bias: bool = False,
-    ) -> str | None:
+    def why_not(cls, config: Any, *, hardware: Hardware, shape: ExpertShape) -> str | None:
         choice = f"moe/compute={cls.name}"
-        experts = why_not_these_experts(choice, gated, has_bias, "use moe/compute=native")
+        experts = why_not_these_experts(choice, shape, "use moe/compute=native")
         if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
             return experts
         instead = "use moe/compute=bf16, or moe.compute.emulate=true, which is slower"
@@ -93,36 +72,13 @@ class QuantizedCompute(ABC):
             instead = "use moe.compute.emulate=auto for the exact emulation"
         return all_reasons(experts, why_no_kernels(choice, hardware, cls.capability, instead))
 
-    def __call__(
-        self,
-        x_RD: Tensor,
-        offsets_L: Tensor,
-        gate_LFD: Tensor | None,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        biases: Biases | None = None,
-        source: RowSource | None = None,
+    def multiply(
+        self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None
     ) -> Tensor:
-        assert gate_LFD is not None
-        assert biases is None
-        x_RD = x_RD.to(product_dtype(x_RD))
-        weights = (gate_LFD, up_LFD, down_LDF)
-        if not self.emulates:
-            return self.kernels(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, source)
-        emulated: Any = emulated_gated_mlp
-        return emulated(x_RD, offsets_L, weights, self.rounded_weights, self.emulation, source)
-
-    @cached_property
-    def kernels(self) -> KernelExperts:
-        from afmoe.moe.compute.kernels.autograd import KernelExperts
-
-        return KernelExperts(self.products(self.config), self.emulation.activation)
+        return self.experts(x_RD.to(product_dtype(x_RD)), offsets_L, weights, source)
 
     def on_weights_updated(self) -> None:
-        if self.emulates:
-            self.rounded_weights.drop()
-        else:
-            self.kernels.on_weights_updated()
+        self.experts.on_weights_updated()
 
 
 def check_options(config: Any, valid: dict[str, tuple[str, ...]]) -> None:

@@ -11,74 +11,46 @@ from torch import Tensor
 
 from afmoe.hardware import Hardware
 from afmoe.moe.activations import activation_named
-from afmoe.moe.grouped_mm import Biases, RowSource
+from afmoe.moe.compute import ExpertCompute, ExpertShape
+from afmoe.moe.grouped_mm import ExpertWeights, RowSource
 from afmoe.registry import register
 
 
 @register("moe/compute", "reference")
-class ReferenceCompute:
-    """Plain torch under autograd. On a GPU it waits for the offsets once a call."""
+class ReferenceCompute(ExpertCompute):
+    """Plain torch under autograd: no operator, so `torch.compile` breaks its graph here.
 
+    On a GPU it waits for the offsets once a call.
+    """
+
+    leaves_graph = True
     description = "reference (a plain loop over experts)"
 
     @dataclass(kw_only=True)
     class Config:
         pass
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        hardware: Hardware | None = None,
-    ) -> None:
-        self.activation = activation_named(activation)
+    def __init__(self, config: Config, *, shape: ExpertShape, hardware: Hardware | None = None) -> None:
+        self.activation = activation_named(shape.activation)
 
     @classmethod
-    def why_not(
-        cls,
-        config: Config,
-        *,
-        hardware: Hardware,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        gated: bool = True,
-        has_bias: bool = False,
-    ) -> str | None:
+    def why_not(cls, config: Config, *, hardware: Hardware, shape: ExpertShape) -> str | None:
         return None
 
     # rows are split by the offsets on the host
     @torch.compiler.disable
-    def __call__(
-        self,
-        x_RD: Tensor,
-        offsets_L: Tensor,
-        gate_LFD: Tensor | None,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        biases: Biases | None = None,
-        source: RowSource | None = None,
+    def multiply(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None
     ) -> Tensor:
         borders = [0, *offsets_L.tolist(), x_RD.shape[0]]
         *rows, padding_PD = x_RD.split([end - start for start, end in itertools.pairwise(borders)])
-        gate_bias_LF, up_bias_LF, down_bias_LD = biases or (None, None, None)
-        first = (
-            [(up_LFD, up_bias_LF)] if gate_LFD is None else [(gate_LFD, gate_bias_LF), (up_LFD, up_bias_LF)]
-        )
-        of_expert = zip(*(_linear_layers(*pair) for pair in (*first, (down_LDF, down_bias_LD))), strict=True)
+        projections = (*weights.first, (weights.down_LDF, weights.down_bias_LD))
+        of_expert = zip(*(_linear_layers(*projection) for projection in projections), strict=True)
         outputs = []
         for x_ND, (*first_layers, down_layer) in zip(rows, of_expert, strict=True):
             hidden_NF = self.activation.hidden(*(F.linear(x_ND, *layer) for layer in first_layers))
             outputs.append(F.linear(hidden_NF, *down_layer))
         return torch.cat([*outputs, torch.zeros_like(padding_PD, dtype=outputs[0].dtype)])
-
-    def on_weights_updated(self) -> None:
-        """Nothing is derived from the weights."""
 
 
 def _linear_layers(

@@ -32,17 +32,44 @@ class WeightCopies:
         # a copy or a pickle of a model belongs to other weights
         return type(self), ()
 
-    def of(self, weights: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-        if not self._is_current(weights):
+    def of(self, weights: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+        """For a forward, which makes and keeps what is missing."""
+        if not self._are_current(weights, _is_same):
             self.drop()
-            self._made = make(weights)
+            self._made = make()
             # tensors of inference mode have no version counter, so their copies are never used again
             if not any(weight.is_inference() for weight in weights):
                 self._keys = [(weakref.ref(w), w.data_ptr(), w._version) for w in weights]
         return self._made
 
-    def _is_current(self, weights: tuple[Tensor, ...]) -> bool:
+    def of_forward(self, weights: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+        """For a backward: those that its forward used, made again where another forward came between.
+
+        `weights` may be what autograd or checkpointing kept in the tensors' place: other objects, which see
+        the same memory and share the version counter.
+        """
+        return self._made if self._are_current(weights, _sees_same_memory) else make()
+
+    def _are_current(self, weights: tuple[Tensor, ...], is_same: Callable[[Tensor, Tensor], bool]) -> bool:
         return len(self._keys) == len(weights) and all(
-            reference() is weight and address == weight.data_ptr() and version == weight._version
+            (known := reference()) is not None
+            and is_same(weight, known)
+            and weight.data_ptr() == address
+            and weight._version == version
             for weight, (reference, address, version) in zip(weights, self._keys, strict=True)
         )
+
+
+def _is_same(weight: Tensor, known: Tensor) -> bool:
+    return weight is known
+
+
+def _sees_same_memory(weight: Tensor, known: Tensor) -> bool:
+    """Both live, so equal addresses are one memory."""
+    return (
+        weight.data_ptr() == known.data_ptr()
+        and weight._version == known._version
+        and weight.shape == known.shape
+        and weight.stride() == known.stride()
+        and weight.dtype == known.dtype
+    )
