@@ -1,4 +1,5 @@
-"""Memory and disk that are full, said as one line: how much is used and free, and which settings to change.
+"""Memory and disk that are full, or a rank that is gone, said as one line: how much is used and free, and
+which settings to change.
 
 Loads no torch: where torch ran out of memory it is loaded already.
 """
@@ -16,7 +17,9 @@ from pathlib import Path
 
 from afmoe.checkpoint.atomic import free_space
 from afmoe.config import RunConfig
+from afmoe.endings import EndedByAnother, is_peer_lost
 from afmoe.errors import MachineError
+from afmoe.run import global_rank
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _GIB = 2**30
@@ -24,7 +27,10 @@ _GIB = 2**30
 
 @contextlib.contextmanager
 def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
-    """Turn memory or disk that ran out in the block into a `MachineError`; `directory` is the run's."""
+    """Turn memory or disk that ran out in the block, or a rank that is gone, into a `MachineError`.
+
+    `directory` is the run's.
+    """
     before = threading.excepthook
     threading.excepthook = _quiet_about_disks
     try:
@@ -40,6 +46,14 @@ def explained_faults(config: RunConfig, directory: Path) -> Iterator[None]:
             "folder, then start again"
         ) from error
     except (MemoryError, RuntimeError) as error:
+        if is_peer_lost(error):
+            if global_rank() > 0:
+                raise EndedByAnother(agreed=False) from error
+            raise MachineError(
+                "another process of this run ended while this one waited for it: why is said above, or in "
+                f"the files {directory}/sft.*rank-*.log; a process that was killed, by the system for its "
+                "memory say, says nothing"
+            ) from error
         if not is_out_of_memory(error):
             raise
         raise MachineError(out_of_memory(error, config)) from error

@@ -12,12 +12,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from afmoe.errors import UserError
-
-
-class Diverged(UserError):
-    """Too many optimizer steps in a row had a loss or gradient that is no finite number."""
-
 
 def non_finite(*figures: Tensor | None) -> Tensor:
     """fp32 scalar, 1 where one of the scalars is NaN or infinite, else 0; stays on the device."""

@@ -8,26 +8,32 @@ import hashlib
 import json
 import logging
 import platform
+import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from afmoe.checkpoint.atomic import write_text
 from afmoe.checkpoint.directory import newest_checkpoint
 from afmoe.checkpoint.export import export_run
 from afmoe.config import RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
+from afmoe.endings import is_agreed, is_peer_lost
 from afmoe.errors import MachineError
+from afmoe.logger.one_file import OneFileLogger
 from afmoe.module import AfmoeModule
 from afmoe.parallel.deepspeed import gathered_tensors
 from afmoe.run import Run, command_line, started_from
-from afmoe.signals import Interrupted
 from callbacks.run_metrics import RunMetrics, callback_of, write_metrics
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 10.0
 
 _PACKAGES = (
     "torch",
@@ -76,7 +82,7 @@ def stopped_early(run: Run, trainer: pl.Trainer) -> Iterator[None]:
         yield
     except BaseException as error:
         # figures are sums over the ranks: without an agreed end the others are not there to take part
-        if trainer.world_size == 1 or (isinstance(error, Interrupted) and error.agreed):
+        if trainer.world_size == 1 or is_agreed(error):
             newest = newest_checkpoint(run.directory)
             if run.is_main:
                 log.warning(
@@ -90,7 +96,28 @@ def stopped_early(run: Run, trainer: pl.Trainer) -> Iterator[None]:
             except MachineError as second:
                 # what ended the run is the news, a full disk has more than one victim
                 log.warning("%s", second)
+        else:
+            _end_started_ranks(trainer, error)
+        # a full disk: told by what the run had to write first
+        with suppress(OSError):
+            _close_logger(trainer, "failed")
         raise
+
+
+def _end_started_ranks(trainer: pl.Trainer, error: BaseException) -> None:
+    """Kill the ranks that Lightning started from this process, before this one leaves them: each would find
+    the connection closed, with a trace, or wait for its time limit.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    # one of them ended by itself, and has yet to say why
+    while is_peer_lost(error) and time.monotonic() < deadline:
+        if any(process.poll() is not None for process in launcher.procs):
+            break
+        time.sleep(0.1)
+    launcher.kill(signal.SIGKILL)
 
 
 def finish(
@@ -107,12 +134,21 @@ def finish(
     validated_step = callback_of(trainer, RunMetrics).validated_step
     if validated_step != trainer.global_step and len(data.validation_split):
         trainer.validate(module, data, verbose=False)
-    if config.export.enabled:
+    if config.export.enabled and not trainer.global_step:
+        if run.is_main:
+            log.warning("no step was trained, so nothing is exported")
+    elif config.export.enabled:
         _export(config, run, trainer, module, data)
     values = write_metrics(run.directory / "metrics.json", trainer, "finished")
-    if trainer.logger is not None:
-        trainer.logger.finalize("success")
+    _close_logger(trainer, "success")
     return values
+
+
+def _close_logger(trainer: pl.Trainer, status: str) -> None:
+    if trainer.logger is not None:
+        trainer.logger.finalize(status)
+    if isinstance(trainer.logger, OneFileLogger):
+        trainer.logger.close()
 
 
 def _export(

@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
-from afmoe.errors import ConfigError
 from afmoe.faults import non_finite
 from afmoe.losses import IGNORED
 from afmoe.model import AfmoeForCausalLM
@@ -26,8 +25,13 @@ from afmoe.moe.statistics import count_routing, reset_counts
 from afmoe.optim.clipping import clip_gradients
 from afmoe.optim.groups import freeze_parameters, refuse_other_groups
 from afmoe.optim.master_weights import MasterWeights
+from afmoe.optim.schedules import refuse_without_length
 
 Batch = dict[str, Any]
+
+
+VALIDATION_FIGURES: tuple[str, ...] = ("val/loss", "val/perplexity", "val/token_accuracy")
+"""What every validation logs, besides the data's `exact_match_metric`."""
 
 
 class AfmoeModule(pl.LightningModule):
@@ -73,8 +77,6 @@ class AfmoeModule(pl.LightningModule):
                 for name in ("loss_sum", "labels", "right_labels", "documents", "right_documents")
             }
         )
-
-    # --- training ---
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
@@ -144,11 +146,8 @@ class AfmoeModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = self.trainer.estimated_stepping_batches
-        if not math.isfinite(steps) and self.scheduler.needs_length:
-            raise ConfigError(
-                f"scheduler={self.scheduler.name} needs the length of the run; set trainer.max_steps or "
-                "trainer.max_epochs, or choose scheduler=constant"
-            )
+        if not math.isfinite(steps):
+            refuse_without_length(self.scheduler)
         total_steps = int(steps) if math.isfinite(steps) else sys.maxsize
         optimizer = self.optim.optimizer(self.model)
         optimizer.register_load_state_dict_pre_hook(refuse_other_groups)
@@ -166,8 +165,6 @@ class AfmoeModule(pl.LightningModule):
     def _keep_found_inf(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # torch's optimizers have the attribute only where someone has set it
         self.skipped_step = getattr(optimizer, "found_inf", None)
-
-    # --- validation ---
 
     def on_validation_epoch_start(self) -> None:
         # casting the module for bf16-true casts them too, and in bf16 256 + 1 is 256
@@ -206,16 +203,11 @@ class AfmoeModule(pl.LightningModule):
             total[name] = metric.compute()
             metric.reset()
         loss = total["loss_sum"] / total["labels"]
-        values = {
-            "val/loss": loss,
-            "val/perplexity": loss.exp(),
-            "val/token_accuracy": total["right_labels"] / total["labels"],
-        }
+        accuracy = total["right_labels"] / total["labels"]
+        values = dict(zip(VALIDATION_FIGURES, (loss, loss.exp(), accuracy), strict=True))
         if self.exact_match_metric is not None:
             values[self.exact_match_metric] = total["right_documents"] / total["documents"]
         self.log_dict(values)
-
-    # --- checkpoints ---
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.model.on_weights_updated()

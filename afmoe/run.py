@@ -208,8 +208,9 @@ def _decide(config: RunConfig, directory: Path) -> Run:
 
 def _decide_without_checkpoint(config: RunConfig, directory: Path) -> Run:
     finished = _read_json(directory / "metrics.json")
-    if finished.get("status") == "finished":
-        step = int(finished["train/steps"])
+    step = int(finished.get("train/steps", 0))
+    # a run of no steps has only validated, and there is nothing to continue
+    if finished.get("status") == "finished" and (step or _is_finished(config, directory, step)):
         refuse_changes(config, _stored_config(directory), directory)
         if not _is_finished(config, directory, step):
             raise ConfigError(

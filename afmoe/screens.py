@@ -39,10 +39,14 @@ def show_start(
 
 
 @rank_zero_only
-def show_plan(config: RunConfig, source: ModelSource, data: AfmoeDataModule, hardware: Hardware) -> None:
+def show_plan(
+    config: RunConfig, source: ModelSource, data: AfmoeDataModule, hardware: Hardware, trainer: pl.Trainer
+) -> None:
     """What a run would do: the model on the meta device, one batch read."""
+    # how many ranks there are, and how they share a step
+    data.trainer = trainer
     model = meta_model(config, source, hardware)
-    rows = _rows(config, model, data, hardware, num_ranks=1)
+    rows = _rows(config, model, data, hardware, num_ranks=trainer.world_size)
     needed_gib = training_memory_gib(config, source.config, hardware)
     fits = "" if needed_gib <= hardware.memory_gib else ": it does not fit"
     rows["memory"] = (
@@ -113,11 +117,13 @@ def _rows(
     )
     length = config.trainer
     limits = [f"{length.max_steps:,} steps"] if length.max_steps >= 0 else []
-    limits += [] if length.max_epochs is None else [f"{length.max_epochs} epochs"]
+    limits += [] if length.max_epochs in (None, -1) else [f"{length.max_epochs} epochs"]
+    limits += [] if length.max_tokens is None else [f"{length.max_tokens:,} tokens"]
     limits += [] if length.max_time is None else [length.max_time]
     packs = data.config.batch_size * length.accumulate_grad_batches * num_ranks
+    ranks = f" of all {num_ranks} processes" if num_ranks > 1 else ""
     rows["length"] = (
-        f"{' or '.join(limits) or 'no limit'}; a step is {packs} packs of up to "
+        f"{' or '.join(limits) or 'no limit'}; a step is {packs} packs{ranks} of up to "
         f"{data.config.sequence_length} tokens"
     )
     return rows

@@ -75,9 +75,9 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.waits:
             again = "; once more ends it at once" if number == signal.SIGINT else ""
-            log.warning("%s: the running step is finished and saved%s", name, again)
+            self._say(f"{name}: the running step is finished and saved{again}")
         else:
-            log.warning("%s: the run ends here", name)
+            self._say(f"{name}: the run ends here")
             raise Interrupted(number, self.rank)
 
     def install(self) -> None:
@@ -88,8 +88,17 @@ class StopSignals:
 
     def stop(self, number: int | None = None, *, agreed: bool = False) -> None:
         """End the run, for the signal that came here or, by its number, to another rank."""
+        if self.received is None and number is not None:
+            self._say(
+                f"{signal.Signals(number).name} came to another process of the run: it is saved and ends"
+            )
         self.received = number = self.received or number or signal.SIGTERM
         raise Interrupted(number, self.rank, agreed=agreed)
+
+    def _say(self, text: str) -> None:
+        """Once a run: a signal that comes to all ranks, or to another one, is rank 0's to tell."""
+        if self.rank == 0:
+            log.warning("%s", text)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

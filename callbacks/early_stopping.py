@@ -8,7 +8,7 @@ import lightning.pytorch.callbacks
 from lightning.pytorch import LightningModule, Trainer
 
 from afmoe.config.checks import at_least, not_negative, one_of
-from afmoe.errors import ConfigError
+from afmoe.errors import ConfigError, closest
 from afmoe.registry import register
 
 
@@ -44,14 +44,6 @@ class EarlyStopping(lightning.pytorch.callbacks.EarlyStopping):
         )
         self._patience = config.patience
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and not trainer.limit_val_batches:
-            raise ConfigError(
-                f"callbacks=early_stopping watches {self.monitor}, and no row is held out to validate on; "
-                "set data.validation_fraction, data.validation_files or trainer.limit_val_batches"
-            )
-
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
         # Lightning would go on with the patience of the checkpoint
@@ -59,9 +51,9 @@ class EarlyStopping(lightning.pytorch.callbacks.EarlyStopping):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor not in trainer.callback_metrics:
-            known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+            known = [name for name in trainer.callback_metrics if name.startswith("val/")]
             raise ConfigError(
                 f"callbacks.early_stopping.monitor={self.monitor} is not logged at validation; choose one "
-                f"of: {', '.join(known)}"
+                f"of: {closest(self.monitor, known)}"
             )
         super().on_validation_end(trainer, pl_module)

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from callbacks.save_checkpoints import is_last_step
+
 
 class InitialValidation(Callback):
     """Runs the validation loop at step 0, and at the step that a run continues from if the one that was due
@@ -15,7 +17,11 @@ class InitialValidation(Callback):
     A checkpoint is written before its step is validated, and says whether that was to follow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, last_counts: bool) -> None:
+        """`last_counts`: something goes by the validation of the run's last weights too (the best
+        checkpoint), which comes after training and after the last checkpoint.
+        """
+        self.last_counts = last_counts
         self._trainer: Trainer | None = None
         self._validated_step = -1
         self._is_missing = False
@@ -39,7 +45,8 @@ class InitialValidation(Callback):
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None
         is_done = self._validated_step == self._trainer.global_step
-        return {"is_missing": not is_done and validation_follows(self._trainer)}
+        follows = validation_follows(self._trainer) or (self.last_counts and is_last_step(self._trainer))
+        return {"is_missing": not is_done and follows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._is_missing = state_dict["is_missing"]

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from afmoe.checkpoint.directory import checkpoint_name, checkpoints_directory, point_best, prune
 from afmoe.config import CheckpointConfig
-from afmoe.errors import ConfigError
+from afmoe.endings import EndedByAnother, NotSaved
+from afmoe.errors import ConfigError, closest
 from afmoe.run import Run
 
 
@@ -31,36 +33,24 @@ class SaveCheckpoints(Checkpoint):
         # the checkpoint that the run continues from stays as it is
         self._saved_step = run.resume_step or -1
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.config.best_metric is not None and not trainer.limit_val_batches:
-            raise ConfigError(
-                f"checkpoint.best_metric={self.config.best_metric} is a figure of the validation, and no row "
-                "is held out to validate on; set data.validation_fraction, data.validation_files or "
-                "trainer.limit_val_batches"
-            )
-
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not pl_module.is_step_end(batch_idx):
             return
-        step = trainer.global_step
-        last_of_epochs = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        is_last = step == trainer.max_steps or last_of_epochs or trainer.should_stop
-        if is_last or step % self.config.every_n_steps == 0:
+        if is_last_step(trainer) or trainer.global_step % self.config.every_n_steps == 0:
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            # also at the start: a name that is wrong is not to be found out after hours
-            self._check_metric(trainer)
+        # also at the start: a name that is wrong is not to be found out after hours
+        self._check_metric(trainer)
         # before the first step and inside a step there is nothing to save
         micro_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        at_border = micro_batches % trainer.accumulate_grad_batches == 0
-        if trainer.state.fn != "fit" or trainer.global_step == 0 or not at_border:
+        if trainer.global_step == 0 or micro_batches % trainer.accumulate_grad_batches:
             return
         is_best = self._is_best(trainer)
-        if is_best or trainer.should_stop:
+        # the validation of the last weights comes after training, and their checkpoint is there
+        if trainer.state.fn == "fit" and (is_best or trainer.should_stop):
             self.save(trainer)
         # a run that began from another run's checkpoint has none of that step
         if is_best and trainer.is_global_zero and self._path(trainer.global_step).is_dir():
@@ -71,8 +61,7 @@ class SaveCheckpoints(Checkpoint):
         """Write the checkpoint of the last optimizer step, unless it is there."""
         if self._saved_step == trainer.global_step:
             return
-        with _at_the_steps_end(trainer):
-            trainer.save_checkpoint(self._path(trainer.global_step), weights_only=False)
+        self._save(trainer, self._path(trainer.global_step))
         self._saved_step = trainer.global_step
         if trainer.is_global_zero:
             prune(self.run_directory, self.config.keep_last)
@@ -83,6 +72,23 @@ class SaveCheckpoints(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_value = state_dict["best_value"]
 
+    def _save(self, trainer: Trainer, path: Path) -> None:
+        """Every rank ends here when the one that writes cannot: raises `NotSaved` there."""
+        failure: NotSaved | None = None
+        try:
+            with _at_the_steps_end(trainer):
+                trainer.save_checkpoint(path, weights_only=False)
+        except NotSaved as error:
+            failure = error
+            # the other ranks wait here for this one
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+        if trainer.world_size > 1:
+            failed = torch.full((), float(failure is not None), device=trainer.strategy.root_device)
+            if trainer.strategy.reduce(failed, reduce_op="max") and failure is None:
+                raise EndedByAnother(agreed=True)
+        if failure is not None:
+            raise failure
+
     def _path(self, step: int) -> Path:
         return checkpoints_directory(self.run_directory) / checkpoint_name(step)
 
@@ -92,7 +98,7 @@ class SaveCheckpoints(Checkpoint):
         if metric is not None and metric not in known:
             raise ConfigError(
                 f"checkpoint.best_metric={metric} is not logged at validation; choose one of: "
-                f"{', '.join(known)}"
+                f"{closest(metric, known)}"
             )
 
     def _is_best(self, trainer: Trainer) -> bool:
@@ -108,6 +114,12 @@ class SaveCheckpoints(Checkpoint):
         if better:
             self.best_value = value
         return better
+
+
+def is_last_step(trainer: Any) -> bool:
+    """Whether the optimizer step that was just taken is the run's last, as far as is known by now."""
+    last_of_epochs = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.global_step == trainer.max_steps or last_of_epochs or trainer.should_stop
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from afmoe.faults import Diverged, LaggedFlag
+from afmoe.endings import Diverged, for_rank
+from afmoe.faults import LaggedFlag
 
 SaveFault = Callable[[Trainer, LightningModule, list[dict[str, Any]]], Path]
 
@@ -69,10 +70,11 @@ class SkipBadSteps(Callback):
         directory = self.save(trainer, pl_module, self._micro_batches)
         # a copy: the reduction works in place
         loss = trainer.strategy.reduce(pl_module.step_loss.clone(), reduce_op="sum")
-        raise Diverged(
+        error = Diverged(
             f"{self.in_a_row} optimizer steps in a row, up to {trainer.global_step}, had a loss or gradient "
             f"that is no finite number (loss {float(loss)}, gradient norm "
             f"{float(pl_module.gradient_norm)}) and were skipped. Where it begins: python "
             f"scripts/replay_batch.py {directory} (the step's batches and weights). Lower optim.lr or "
             "optim.gradient_clip, or look at the data; earlier checkpoints are whole"
         )
+        raise for_rank(error, trainer.global_rank)

@@ -41,11 +41,12 @@ def train(config: RunConfig, run: Run, signals: StopSignals) -> float | None:
     assembly.check_model(config, source, hardware)
 
     data = assembly.make_data(config, source)
+    assembly.check_validation(config, data)
     callbacks = assembly.make_callbacks(config, run, data, signals)
     trainer = assembly.make_trainer(config, run, callbacks, hardware)
     assembly.check_parallelism(config, source, trainer, hardware)
     if config.dry_run:
-        screens.show_plan(config, source, data, hardware)
+        screens.show_plan(config, source, data, hardware, trainer)
         return None
 
     weights_follow = run.resume_from is not None

@@ -11,7 +11,13 @@
 """
 
 from afmoe.assembly.callbacks import make_callbacks
-from afmoe.assembly.checks import check_choices, check_model, check_parallelism, training_memory_gib
+from afmoe.assembly.checks import (
+    check_choices,
+    check_model,
+    check_parallelism,
+    check_validation,
+    training_memory_gib,
+)
 from afmoe.assembly.data import make_data
 from afmoe.assembly.model import make_model, make_module
 from afmoe.assembly.source import ModelSource, find_model, meta_model
@@ -22,6 +28,7 @@ __all__ = [
     "check_choices",
     "check_model",
     "check_parallelism",
+    "check_validation",
     "find_model",
     "make_callbacks",
     "make_data",

@@ -52,5 +52,6 @@ def make_callbacks(
     )
     saver = SaveCheckpoints(run, config.checkpoint) if config.checkpoint.every_n_steps else None
     # the last but the writer of checkpoints: what the others count belongs to a checkpoint that it asks for
-    callbacks += [InitialValidation(), length, bad_steps, StopOnSignal(signals, saver)]
+    initial = InitialValidation(last_counts=config.checkpoint.best_metric is not None)
+    callbacks += [initial, length, bad_steps, StopOnSignal(signals, saver)]
     return callbacks if saver is None else [*callbacks, saver]

@@ -9,14 +9,19 @@ from afmoe.assembly.source import ModelSource, meta_model
 from afmoe.checkpoint.config_file import config_fields
 from afmoe.checkpoint.layouts import LAYOUTS
 from afmoe.config import AfmoeConfig, RunConfig
+from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.errors import ConfigError, MachineError, closest
 from afmoe.hardware import Hardware
 from afmoe.memory import check_memory_settings
 from afmoe.model_plugins import check_plugins
+from afmoe.module import VALIDATION_FIGURES
 from afmoe.optim.groups import check_patterns
+from afmoe.optim.schedules import refuse_without_length
 from afmoe.parallel.deepspeed import check_strategy
 from afmoe.planning import Setup, least_bytes
-from afmoe.registry import configure
+from afmoe.plugins import PLUGINS
+from afmoe.registry import build, configure
+from callbacks.early_stopping import EarlyStopping
 
 
 def check_choices(config: RunConfig, hardware: Hardware) -> None:
@@ -33,6 +38,9 @@ def check_choices(config: RunConfig, hardware: Hardware) -> None:
         *(("callbacks", section) for section in config.callbacks.values()),
     ):
         configure(group, section)
+    limits = config.trainer
+    if limits.max_steps == -1 and limits.max_epochs in (None, -1) and limits.max_tokens is None:
+        refuse_without_length(build(configure("scheduler", config.scheduler)))
 
 
 def check_model(config: RunConfig, source: ModelSource, hardware: Hardware) -> None:
@@ -44,6 +52,31 @@ def check_model(config: RunConfig, source: ModelSource, hardware: Hardware) -> N
     if options.freeze or options.rates:
         model = meta_model(config, source, hardware)
         check_patterns((name for name, _ in model.named_parameters()), options)
+
+
+def check_validation(config: RunConfig, data: AfmoeDataModule) -> None:
+    """Refuse a figure of the validation that the run is to go by and that no validation will log."""
+    watched = {"checkpoint.best_metric": config.checkpoint.best_metric}
+    for section in config.callbacks.values():
+        options = configure("callbacks", section)
+        if isinstance(options, EarlyStopping.Config):
+            watched["callbacks.early_stopping.monitor"] = options.monitor
+    known = [*VALIDATION_FIGURES, data.source.exact_match_metric]
+    # what callbacks of other packages log is seen at the first validation, which comes before training
+    is_complete = all(section["name"] in PLUGINS["callbacks"] for section in config.callbacks.values())
+    for key, figure in watched.items():
+        if figure is None:
+            continue
+        if not len(data.validation_split) or config.trainer.limit_val_batches == 0:
+            raise ConfigError(
+                f"{key}={figure} is a figure of the validation, and no row is held out to validate on; set "
+                "data.validation_fraction, data.validation_files or trainer.limit_val_batches"
+            )
+        if is_complete and figure not in known:
+            raise ConfigError(
+                f"{key}={figure} is not logged at validation; choose one of: "
+                f"{closest(figure, [name for name in known if name is not None])}"
+            )
 
 
 def check_parallelism(

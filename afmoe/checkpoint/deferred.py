@@ -18,8 +18,10 @@ class DeferredTensor:
         """`make` may communicate, and may give a view of a live tensor."""
         self.spec = torch.empty(shape, dtype=dtype, device="meta")
         self._make = make
+        self.is_made = False
 
     def make(self) -> Tensor:
+        self.is_made = True
         tensor = self._make()
         assert tensor.shape == self.spec.shape, f"{tuple(tensor.shape)} is not what was announced"
         assert tensor.dtype == self.spec.dtype, f"{tensor.dtype} is not what was announced"

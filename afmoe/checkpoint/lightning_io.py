@@ -9,7 +9,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from afmoe.checkpoint.atomic import remove_directory
 from afmoe.checkpoint.run import read_checkpoint, take_part, write_checkpoint
-from afmoe.errors import ConfigError
+from afmoe.endings import NotSaved
+from afmoe.errors import ConfigError, MachineError
 
 
 class RunCheckpointIO(CheckpointIO):
@@ -20,7 +21,12 @@ class RunCheckpointIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise ConfigError("a run checkpoint is a local directory: storage_options has no meaning for it")
-        write_checkpoint(path, checkpoint)
+        try:
+            write_checkpoint(path, checkpoint)
+        except MachineError as error:
+            # the other ranks make what is deferred, and only together
+            take_part(checkpoint)
+            raise NotSaved(str(error)) from error
 
     def take_part(self, checkpoint: dict[str, Any]) -> None:
         """Instead of `save_checkpoint` on the ranks that do not write, where the state is deferred."""

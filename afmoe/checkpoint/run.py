@@ -58,9 +58,13 @@ def write_checkpoint(directory: Path | str, state: Mapping[str, Any]) -> None:
 
 
 def take_part(state: Mapping[str, Any]) -> None:
-    """On a rank that does not write: make each deferred tensor, in the order of `write_checkpoint`."""
+    """On a rank that does not write: make each deferred tensor, in the order of `write_checkpoint`.
+
+    On the one that does: those that are left when the disk refuses, since the other ranks make them.
+    """
     for tensor in deferred_tensors(_split(state)):
-        tensor.make()
+        if not tensor.is_made:
+            tensor.make()
 
 
 def read_checkpoint(directory: Path | str) -> dict[str, Any]:

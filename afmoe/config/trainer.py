@@ -55,6 +55,11 @@ class TrainerConfig:
             at_least("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
         if self.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(self.max_time)):
             raise ConfigError(f"trainer.max_time is written DD:HH:MM:SS, got {self.max_time}")
+        if self.max_time is not None and not seconds_of(self.max_time):
+            raise ConfigError(
+                f"trainer.max_time must be longer than {self.max_time}; trainer.max_steps=0 trains nothing, "
+                "null sets no limit"
+            )
         if self.max_tokens is not None:
             self._check_max_tokens(self.max_tokens)
         one_of("trainer.profiler", self.profiler, (None, "simple", "advanced", "pytorch"))

@@ -11,7 +11,7 @@ from afmoe.registry import register
 
 @register("logger", "tensorboard")
 class Tensorboard:
-    """Lightning's `TensorBoardLogger`, writing to `<run folder>/tensorboard/`."""
+    """Lightning's `TensorBoardLogger` (`one_file.py`), writing to `<run folder>/tensorboard/`."""
 
     @dataclass(kw_only=True)
     class Config:
@@ -23,9 +23,9 @@ class Tensorboard:
         """
         self.logger = None
         if config.enabled:
-            from lightning.pytorch.loggers import TensorBoardLogger
+            from afmoe.logger.one_file import OneFileLogger
 
-            self.logger = TensorBoardLogger(
+            self.logger = OneFileLogger(
                 save_dir=directory,
                 name="",
                 version="tensorboard",

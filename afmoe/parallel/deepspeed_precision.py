@@ -49,10 +49,9 @@ class AfmoeDeepSpeedPrecision(DeepSpeedPrecision):
         if is_whole and self.stage:
             # what ZeRO clipped by, infinite where it left the step out; without ZeRO the module clips
             model.gradient_norm = torch.as_tensor(engine.optimizer._global_grad_norm, device=model.device)
-            model.bad_step = model.find_bad_step()
-            # ZeRO does not call the optimizer whose hook would tell
-            overflow = float(getattr(engine.optimizer, "overflow", False))
-            model.skipped_step = torch.full((), overflow, device=model.device)
+            # ZeRO does not call the optimizer whose hook would tell, and counts what it left out itself
+            overflow = float(engine.optimizer.overflow)
+            model.bad_step = model.skipped_step = torch.full((), overflow, device=model.device)
         return result
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

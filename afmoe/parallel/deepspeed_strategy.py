@@ -10,6 +10,7 @@ What differs from Lightning's own, each proven by a test:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -166,6 +167,9 @@ class AfmoeDeepSpeedStrategy(DeepSpeedStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        if self.stage:
+            # ZeRO leaves a step out for its gradients alone, and those of a loss that is no number may be
+            closure_loss = closure_loss * torch.where(closure_loss.isfinite(), 1.0, math.nan)
         # Lightning has divided by the number of micro-batches
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from afmoe.errors import ConfigError
 
@@ -87,6 +87,15 @@ class WholeRunDecay:
             decay=total_steps - warmup,
             shape=self.shape,
             minimum_ratio=self.config.minimum_ratio,
+        )
+
+
+def refuse_without_length(scheduler: Any) -> None:
+    """Raise `ConfigError` for a run without an end in steps, when this schedule has to know one."""
+    if scheduler.needs_length:
+        raise ConfigError(
+            f"scheduler={scheduler.name} needs the length of the run; set trainer.max_steps, "
+            "trainer.max_epochs or trainer.max_tokens, or choose scheduler=constant"
         )
 
 
