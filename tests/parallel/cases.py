@@ -46,6 +46,7 @@ QUICK = [
         precision="bf16-true",
         fp32_router=True,
         poisoned_step=2,
+        infinite_loss_step=3,
     ),
 ]
 ALONE = Case("alone", batch_size=2)

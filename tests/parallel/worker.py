@@ -64,6 +64,8 @@ class Case:
     """Length that the schedule is made for."""
     poisoned_step: int | None = None
     """The last rank's expert gradients are NaN in this step."""
+    infinite_loss_step: int | None = None
+    """The last rank's loss is infinite in this step, its gradients are not."""
     resume_from: str | None = None
     save_to: str | None = None
     """Beside it, under `whole`, the same checkpoint is written from a state that rank 0 holds whole."""
@@ -156,6 +158,19 @@ class Poison(pl.Callback):
             )
 
 
+class InfiniteLoss(pl.Callback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def add_infinity(model: Any, args: Any, output: Any) -> None:
+            if trainer.global_step == self.step:
+                output.loss_sum = output.loss_sum + float("inf")
+
+        if trainer.global_rank == trainer.world_size - 1:
+            pl_module.model.register_forward_hook(add_infinity)
+
+
 class Watch(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -246,7 +261,13 @@ def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         max_steps=case.max_steps,
         min_steps=0,
         accumulate_grad_batches=case.accumulate,
-        callbacks=[watch, Poison(case.poisoned_step), *[Die()] * case.dies_at_save, stop],
+        callbacks=[
+            watch,
+            Poison(case.poisoned_step),
+            InfiniteLoss(case.infinite_loss_step),
+            *[Die()] * case.dies_at_save,
+            stop,
+        ],
         plugins=[RunCheckpointIO()],
         logger=False,
         enable_checkpointing=True,
