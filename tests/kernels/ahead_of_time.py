@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 import triton
+from kernel_experts import KernelExperts
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from afmoe.moe.activations import activation_named
 from afmoe.moe.compute.kernels import launch
-from afmoe.moe.compute.kernels.autograd import KernelExperts
 from afmoe.moe.compute.kernels.bf16 import Bf16Products
 from afmoe.moe.compute.kernels.fp8 import Fp8Products
 from afmoe.moe.compute.kernels.mxfp8 import Mxfp8Products
@@ -114,7 +113,7 @@ def launch_layer(products: Any, hidden_size: int, intermediate_size: int, num_ex
     sizes = [(intermediate_size, hidden_size)] * 2 + [(hidden_size, intermediate_size)]
     weights = [torch.zeros(num_experts, *s, dtype=torch.bfloat16, requires_grad=True) for s in sizes]
     offsets_L = torch.zeros(num_experts, dtype=torch.int32)
-    KernelExperts(products, activation_named("silu"))(x_RD, offsets_L, *weights).sum().backward()
+    KernelExperts(products)(x_RD, offsets_L, *weights).sum().backward()
 
 
 PRODUCTS = {

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,10 @@ import numpy as np
 import torch
 from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outputs_and_gradients
 from interpreter_repair import faults, repair
+from kernel_experts import KernelExperts
 from torch import Tensor
 
 from afmoe.hardware import Hardware
-from afmoe.moe.activations import activation_named
-from afmoe.moe.compute.kernels.autograd import KernelExperts
 from afmoe.moe.compute.kernels.contract import (
     FORMATS,
     ProjectionCase,
@@ -138,7 +138,7 @@ def check_layer(name: str) -> Figures:
         "mxfp8": "mxfp8",
     }[name]
     figures: Figures = {}
-    compute = KernelExperts(FORMATS[name][0](), activation_named("silu"))
+    compute = KernelExperts(FORMATS[name][0]())
     for counts, dtype in (
         (COUNTS[0], torch.float32),
         (COUNTS[0], torch.bfloat16),
@@ -184,7 +184,7 @@ def check_layer(name: str) -> Figures:
 def _check_without_a_gate(name: str, case: Case) -> Figures:
     """hidden = relu2(x @ up.T), against products in fp64 of operands that are not quantized."""
     products = FORMATS[name][0]()
-    compute = KernelExperts(products, activation_named("relu2"))
+    compute = KernelExperts(products, "relu2")
     leaves = [t.clone().requires_grad_() for t in (case.x_RD, case.up_LFD, case.down_LDF)]
     y_RD = compute(leaves[0], case.offsets_L, None, *leaves[1:])
     actual = (y_RD, *torch.autograd.grad(y_RD, leaves, case.grad_y_RD))
@@ -205,10 +205,12 @@ def _saved_bytes_a_row(compute: KernelExperts) -> float:
     case = make_case((512, 512), hidden_size=256, intermediate_size=128).to(torch.bfloat16)
     sizes: list[int] = []
     tokens_TD, token_of_row_R = case.x_RD.clone(), torch.arange(case.num_rows)
+    weights = (case.gate_LFD, case.up_LFD, case.down_LDF)
+    # tokens, their order and the offsets are the dispatcher's, which keeps them anyway
+    kept_anyway = {t.data_ptr() for t in (tokens_TD, token_of_row_R, case.offsets_L, *weights)}
 
     def pack(tensor: Tensor) -> Tensor:
-        # the tokens and their order are the dispatcher's, which keeps them anyway
-        if tensor.data_ptr() not in (tokens_TD.data_ptr(), token_of_row_R.data_ptr()):
+        if tensor.data_ptr() not in kept_anyway:
             sizes.append(tensor.nbytes)
         return tensor
 
@@ -216,7 +218,7 @@ def _saved_bytes_a_row(compute: KernelExperts) -> float:
     case.gate_LFD.requires_grad_()
     source = RowSource(tokens_TD, token_of_row_R)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF, source)
+        compute(case.x_RD, case.offsets_L, *weights, source)
     return sum(sizes) / case.num_rows
 
 
@@ -228,6 +230,33 @@ def _check_gathered_again(compute: KernelExperts, case: Case) -> Figures:
     given = outputs_and_gradients(compute, case)
     gathered = outputs_and_gradients(lambda *operands: compute(*operands, source), case)
     return {"gathered again, wrong": sum(int((gathered[key] != given[key]).sum()) for key in given)}
+
+
+def check_compiled(name: str) -> Figures:
+    """The operator in a compiled graph: the bits of eager runs, one graph for all counts and layers."""
+    figures: Figures = {}
+    for dtype, gathered in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        cases = [make_case(c, num_padding_rows=70 - sum(c)).to(dtype) for c in ((40, 0, 24), (0, 0, 0))]
+        layers = [KernelExperts(FORMATS[name][0]()) for _ in range(3)]
+        torch.compiler.reset()
+        # a backend without code generation: needs no C++ compiler
+        compiled = torch.compile(_call, fullgraph=True, backend="aot_eager")
+        for number, (case, layer) in enumerate(zip((*cases, cases[0]), layers, strict=True)):
+            source = None
+            if gathered:
+                order_R = torch.randperm(case.x_RD.shape[0])
+                source = RowSource(torch.empty_like(case.x_RD).index_copy_(0, order_R, case.x_RD), order_R)
+            expected = outputs_and_gradients(partial(_call, layer, source), case)
+            with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+                found = outputs_and_gradients(partial(compiled, layer, source), case)
+            for key, value in found.items():
+                figures[f"{key} {number} {dtype} {gathered}, wrong"] = num_different(value, expected[key])
+    return figures
+
+
+def _call(layer: KernelExperts, source: RowSource | None, *operands: Tensor) -> Tensor:
+    x_RD, offsets_L, gate_LFD, up_LFD, down_LDF = operands
+    return layer(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, source)
 
 
 def _in_bf16(compute: KernelExperts) -> Callable[..., Tensor]:
@@ -276,6 +305,9 @@ def main(group: str) -> None:
         repair()
         figures["repaired"] = faults()
         figures["layout"] = check_layout()
+    elif group.startswith("compiled "):
+        repair()
+        figures["compiled"] = check_compiled(group.removeprefix("compiled "))
     elif group == "check_gpu":
         repair()
         figures["script"] = check_gpu_script()

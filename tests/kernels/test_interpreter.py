@@ -103,6 +103,14 @@ def test_what_is_saved_for_backward_is_what_the_page_on_gpus_says(name: str) -> 
     assert saved <= 0.6 * plain
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8-wgrad-bf16", "mxfp8"])
+def test_a_compiled_graph_gives_the_bits_of_eager_runs_whatever_counts_and_layer(name: str) -> None:
+    found = figures(f"compiled {name}")["compiled"]
+    # y and four gradients of three calls, in fp32, in bf16, and with rows that are gathered again
+    assert len(found) == 45
+    assert wrong(found) == {}
+
+
 def wrong(found: dict[str, Any]) -> dict[str, Any]:
     """Those of the counts of wrong values that are not zero."""
     return {key: value for key, value in found.items() if key.endswith(", wrong") and value != 0}

@@ -139,8 +139,8 @@ class ExpertNode:
         self.weight_copies.drop()
 
     def _store(self, weights: ExpertWeights, offsets_L: Tensor | None = None) -> Any:
-        detached = (None if weight is None else weight.detach() for weight in weights)
-        return self.mlp.store(ExpertWeights(*detached), offsets_L)
+        detached = ExpertWeights._make(None if weight is None else weight.detach() for weight in weights)
+        return self.mlp.store(detached, offsets_L)
 
 
 _nodes: weakref.WeakValueDictionary[int, ExpertNode] = weakref.WeakValueDictionary()
@@ -159,9 +159,9 @@ def _there(weights: ExpertWeights) -> tuple[Tensor, ...]:
     return tuple(weight for weight in weights if weight is not None)
 
 
-def _given(inputs: Sequence[Any]) -> Forward:
-    """Of the tensors and flags that node and operator take."""
-    x_RD, *weights, offsets_L, tokens_TD, token_of_row_R, _, trains_first = inputs
+def _given(operands: Sequence[Any], trains_first: bool) -> Forward:
+    """Of the tensors that node and operator take."""
+    x_RD, *weights, offsets_L, tokens_TD, token_of_row_R = operands
     source = None if tokens_TD is None else RowSource(tokens_TD, token_of_row_R)
     return Forward(x_RD, ExpertWeights(*weights), offsets_L, source, trains_first)
 
@@ -177,17 +177,17 @@ def _kept(mlp: ExpertMlp, given: Forward) -> list[Tensor | None]:
 def _asked(
     grad_y_RD: Tensor, kept: Sequence[Any], saved: Sequence[Tensor], needed: Sequence[bool]
 ) -> Backward:
-    *rows, offsets_L = kept[:4]
-    weights = ExpertWeights(*kept[4:])
-    return Backward(grad_y_RD, SavedRows(*rows, grad_y_RD.dtype), saved, weights, offsets_L, needed)
+    x_RD, tokens_TD, token_of_row_R, offsets_L, *weights = kept
+    rows = SavedRows(x_RD, tokens_TD, token_of_row_R, grad_y_RD.dtype)
+    return Backward(grad_y_RD, rows, saved, ExpertWeights(*weights), offsets_L, needed)
 
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *inputs, node = inputs
-        given = _given(inputs)
-        y_RD, saved = node.forward(given, is_training=inputs[-2])
+        *operands, is_training, trains_first, node = inputs
+        given = _given(operands, trains_first)
+        y_RD, saved = node.forward(given, is_training)
         ctx.node = node
         ctx.save_for_backward(*_kept(node.mlp, given), *saved)
         return y_RD
@@ -220,15 +220,15 @@ def _expert_mlp(
 ) -> list[Tensor]:
     """y, then what is saved for backward."""
     weights = (gate_LFD, up_LFD, down_LDF, gate_bias_LF, up_bias_LF, down_bias_LD)
-    given = _given((x_RD, *weights, offsets_L, tokens_TD, token_of_row_R, is_training, trains_first))
+    given = _given((x_RD, *weights, offsets_L, tokens_TD, token_of_row_R), trains_first)
     y_RD, saved = _nodes[int(key)].forward(given, is_training)
     return [y_RD, *saved]
 
 
 @_expert_mlp.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    *inputs, form, _ = inputs
-    given = _given(inputs)
+    *operands, _, trains_first, form, _ = inputs
+    given = _given(operands, trains_first)
     return [given.x_RD.new_empty(given.x_RD.shape), *_mlp_of_form[form].saved_like(given)]
 
 
@@ -262,9 +262,9 @@ def _(
 
 
 def _save_in_graph(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *inputs, form, key = inputs
+    *operands, _, trains_first, form, key = inputs
     _, *saved = output
-    ctx.save_for_backward(key, *_kept(_mlp_of_form[form], _given(inputs)), *saved)
+    ctx.save_for_backward(key, *_kept(_mlp_of_form[form], _given(operands, trains_first)), *saved)
     # what is saved goes nowhere else; zeros for its gradients would be tensors of the same size
     ctx.set_materialize_grads(False)
 

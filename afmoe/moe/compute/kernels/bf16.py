@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -37,6 +38,10 @@ class Bf16Products:
     def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
         x_RK = _stored(x_RK, num_dims=1)
         return ((x_RK,) if rows else ()), ((x_RK,) if columns else ())
+
+    def columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        num_rows, size_k = x_RK.shape
+        return (x_RK.new_empty(num_rows, padded(size_k), dtype=torch.bfloat16),)
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (x_RK,), (w_LNK,) = pairs[0]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.fp8_quantize import quantize_activations, quantize_weights
+from afmoe.moe.compute.kernels.fp8_quantize import columns_like, quantize_activations, quantize_weights
 from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.products import Stored, Weight
@@ -41,6 +41,9 @@ class Fp8Products(QuantizedProducts):
         return quantize_activations(
             x_RK, layout, powers_of_two=self.powers_of_two, rows=rows, columns=columns
         )
+
+    def quantized_columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        return columns_like(x_RK, num_tiles)
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (codes_RK, _), _ = pairs[0]

@@ -39,14 +39,19 @@ def quantize_activations(
             x_RK.new_empty(padded_k // BLOCK, num_rows, dtype=torch.float32),
         )
     if columns:
-        column_copy = (
-            x_RK.new_empty(padded_k, layout.num_tiles * TILE_ROWS, dtype=torch.float8_e4m3fn),
-            x_RK.new_empty(layout.num_tiles, padded_k, dtype=torch.float32),
-        )
+        column_copy = columns_like(x_RK, layout.num_tiles)
     launch_row_quantizer(
         _quantize_activations_kernel, x_RK, layout, row_copy, column_copy, POWERS_OF_TWO=powers_of_two
     )
     return row_copy, column_copy
+
+
+def columns_like(x_RK: Tensor, num_tiles: int) -> Stored:
+    padded_k = padded(x_RK.shape[1])
+    return (
+        x_RK.new_empty(padded_k, num_tiles * TILE_ROWS, dtype=torch.float8_e4m3fn),
+        x_RK.new_empty(num_tiles, padded_k, dtype=torch.float32),
+    )
 
 
 def quantize_weights(w_LNK: Tensor, *, powers_of_two: bool, transposed: bool) -> Weight:

@@ -22,6 +22,12 @@ UNUSED = tl.constexpr(-1)
 _TILES_PER_PROGRAM = 32
 
 
+def most_tiles(num_rows: int, num_experts: int) -> int:
+    """Tiles of `num_rows` rows, whoever they belong to."""
+    # the padding is one more segment; each but the first may begin a tile more
+    return -(-num_rows // TILE_ROWS) + num_experts
+
+
 @dataclass(frozen=True)
 class TileLayout:
     """The tiles of `num_rows` rows, as int32 tensors on the device of the offsets."""
@@ -36,8 +42,7 @@ class TileLayout:
     @classmethod
     def of(cls, offsets_L: Tensor, num_rows: int) -> TileLayout:
         num_experts = offsets_L.shape[0]
-        # the padding is one more segment; each but the first may begin a tile more
-        num_tiles = triton.cdiv(num_rows, TILE_ROWS) + num_experts
+        num_tiles = most_tiles(num_rows, num_experts)
         tiles = offsets_L.new_empty((3, num_tiles), dtype=torch.int32)
         first_tile = offsets_L.new_empty(num_experts + 1, dtype=torch.int32)
         offsets_L = offsets_L.contiguous()

@@ -69,7 +69,11 @@ class KernelMlp(ExpertMlp):
     def saved_like(self, given: Forward) -> list[Tensor]:
         columns: Stored = ()
         if given.trains_first and not self.keeps_rows(given):
-            columns = self.products.columns_like(given.x_RD, num_experts=given.offsets_L.shape[0])
+            # needs triton
+            from afmoe.moe.compute.kernels.layout import most_tiles
+
+            num_tiles = most_tiles(given.x_RD.shape[0], given.offsets_L.shape[0])
+            columns = self.products.columns_like(given.x_RD, num_tiles)
         return [*products_like(given), *columns]
 
     def backward(self, given: Backward, stored: list[Weight]) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weig
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.mxfp8_quantize import (
     MX_BLOCK,
+    mx_columns_like,
     quantize_mx_activations,
     quantize_mx_weights,
 )
@@ -41,6 +42,9 @@ class Mxfp8Products(QuantizedProducts):
         self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool
     ) -> tuple[Stored, Stored]:
         return quantize_mx_activations(x_RK, layout, rows=rows, columns=columns)
+
+    def quantized_columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        return mx_columns_like(x_RK, num_tiles)
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (codes_RK, _), _ = pairs[0]

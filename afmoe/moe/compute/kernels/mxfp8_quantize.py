@@ -35,9 +35,13 @@ def quantize_mx_activations(
     num_rows, size_k = x_RK.shape
     padded_k = padded(size_k)
     row_copy = _new_copy(x_RK, num_rows, padded_k) if rows else ()
-    column_copy = _new_copy(x_RK, padded_k, layout.num_tiles * TILE_ROWS) if columns else ()
+    column_copy = mx_columns_like(x_RK, layout.num_tiles) if columns else ()
     launch_row_quantizer(_quantize_activations_kernel, x_RK, layout, row_copy, column_copy)
     return row_copy, column_copy
+
+
+def mx_columns_like(x_RK: Tensor, num_tiles: int) -> Stored:
+    return _new_copy(x_RK, padded(x_RK.shape[1]), num_tiles * TILE_ROWS)
 
 
 def quantize_mx_weights(w_LNK: Tensor, *, transposed: bool) -> Weight:

@@ -1,4 +1,4 @@
-"""What a number format offers to the gated MLP of `afmoe.moe.compute.kernels.autograd`."""
+"""What a number format offers to the MLP of `afmoe.moe.compute.kernels.mlp`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ class Products(Protocol):
     def store(self, x_RK: Tensor, layout: TileLayout, *, rows: bool, columns: bool) -> tuple[Stored, Stored]:
         """The operand of products that sum over K (rows), and of those that sum over an expert's rows
         (columns); empty where not asked for."""
+        ...
+
+    def columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        """Empty tensors of the shapes and dtypes of `columns`."""
         ...
 
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:

@@ -24,6 +24,10 @@ class QuantizedProducts(ABC):
         """`Products.store` in the format itself."""
 
     @abstractmethod
+    def quantized_columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        """`Products.columns_like` in the format itself."""
+
+    @abstractmethod
     def quantized_weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
     ) -> Tensor:
@@ -35,6 +39,9 @@ class QuantizedProducts(ABC):
         row_copy, _ = self.quantize(x_RK, layout, rows=rows, columns=False)
         _, column_copy = self.bf16.store(x_RK, layout, rows=False, columns=columns)
         return row_copy, column_copy
+
+    def columns_like(self, x_RK: Tensor, num_tiles: int) -> Stored:
+        return (self.quantized_columns_like if self.bf16 is None else self.bf16.columns_like)(x_RK, num_tiles)
 
     def weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
