@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from afmoe.moe.compute.kernels import launch
+from afmoe.moe.compute.kernels import fp8
 from afmoe.moe.compute.kernels.bf16 import Bf16Products
 from afmoe.moe.compute.kernels.fp8 import Fp8Products
 from afmoe.moe.compute.kernels.mxfp8 import Mxfp8Products
@@ -138,11 +138,11 @@ def compile_format(name: str, architecture: int, sizes: tuple[tuple[int, int], .
 def compile_spilling(architecture: int) -> list[dict[str, Any]]:
     """fp8's product with half of its warps: their registers cannot hold a 128 x 128 sum and its addend."""
     options = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
-    original, launch.product_options = launch.product_options, lambda bytes_per_stage: options
+    original, fp8.product_options = fp8.product_options, lambda bytes_per_stage: options
     try:
         rows = compile_format("fp8", architecture, ((256, 384),))
     finally:
-        launch.product_options = original
+        fp8.product_options = original
     return [row for row in rows if row["kernel"] == "multiply 1 pairs"][:1]
 
 

@@ -76,6 +76,15 @@ def test_nothing_spills_and_everything_fits(
         assert row["shared_memory_kib"] <= shared_memory_kib, row
 
 
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_two_programs_of_bf16_products_fit_on_a_multiprocessor(architecture: int) -> None:
+    rows = [row for row in compiled("bf16", architecture) if row["kernel"] != "layout"]
+    for row in rows:
+        # of both GPUs: 65,536 registers and 228 KiB of shared memory, 1 KiB of it kept back for each program
+        assert 2 * row["registers"] * 32 * row["num_warps"] <= 65_536, row
+        assert 2 * (row["shared_memory_kib"] + 1) <= 228, row
+
+
 def test_the_reading_of_machine_code_sees_spills() -> None:
     (row,) = printed_json("ahead_of_time.py", "spilling", "90", interpret=False)
     assert row["stack"] > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient, padded
+from afmoe.moe.compute.kernels.launch import (
+    BLOCK,
+    launch_multiply,
+    launch_weight_gradient,
+    padded,
+    product_options,
+)
 from afmoe.moe.compute.kernels.layout import TileLayout
 from afmoe.moe.compute.kernels.products import Stored, Weight
 from afmoe.moe.compute.kernels.tiles import TILE, gradient_tile, product_tile, rows_to_read, store_tile
@@ -46,9 +53,7 @@ class Bf16Products:
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (x_RK,), (w_LNK,) = pairs[0]
         sizes = (x_RK.shape[1], *w_LNK.stride())
-        return launch_multiply(
-            _multiply_kernel, pairs, layout, out_RN, *sizes, bytes_per_stage=_BYTES_PER_STAGE, STEP=_STEP
-        )
+        return launch_multiply(_multiply_kernel, pairs, layout, out_RN, *sizes, STEP=_STEP, **_options())
 
     def weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
@@ -59,9 +64,14 @@ class Bf16Products:
             x_columns,
             layout.offsets_L,
             out_LNK,
-            bytes_per_stage=_BYTES_PER_STAGE,
             STEP=_STEP,
+            **_options(),
         )
+
+
+def _options() -> dict[str, Any]:
+    # at most 128 registers with eight warps, ahead of time for sm_90 and sm_100
+    return product_options(_BYTES_PER_STAGE, fits_twice=True)
 
 
 def _stored(x: Tensor, num_dims: int) -> Tensor:
@@ -102,20 +112,18 @@ def _multiply_kernel(
     x_offsets = rows[:, None] * padded_k + k[None, :]
     w_offsets = expert.to(tl.int64) * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
     total = tl.zeros((TILE, TILE), tl.float32)
-    total = _add_product(total, x + x_offsets, w + w_offsets, sum_size, stride_wk, STEP)
-    if NUM_PAIRS == 2:
-        total = _add_product(total, second_x + x_offsets, second_w + w_offsets, sum_size, stride_wk, STEP)
+    # one loop over both pairs: the copies of the second begin while the first is multiplied
+    for first in range(0, NUM_PAIRS * sum_size, STEP):
+        if NUM_PAIRS == 2:
+            is_second = first >= sum_size
+            x_step, w_step = tl.where(is_second, second_x, x), tl.where(is_second, second_w, w)
+            first_k = tl.where(is_second, first - sum_size, first)
+        else:
+            x_step, w_step, first_k = x, w, first
+        x_tile = tl.load(x_step + first_k + x_offsets)
+        w_tile = tl.load(w_step + first_k * stride_wk + w_offsets)
+        total = tl.dot(x_tile, w_tile, total)
     store_tile(out, total, first_row, end_row, column, size_n)
-
-
-@triton.jit
-def _add_product(total, x_pointers, w_pointers, sum_size, stride_wk, STEP: tl.constexpr):
-    """total + the product of the tiles that begin at the pointers, summed over `sum_size`."""
-    for _ in range(0, sum_size, STEP):
-        total = tl.dot(tl.load(x_pointers), tl.load(w_pointers), total)
-        x_pointers += STEP
-        w_pointers += STEP * stride_wk
-    return total
 
 
 @triton.jit
@@ -126,12 +134,16 @@ def _weight_gradient_kernel(grad, x, out, offsets, size_n, size_k, STEP: tl.cons
     padded_n, padded_k = tl.cdiv(size_n, TILE) * TILE, tl.cdiv(size_k, TILE) * TILE
     n = block_n * TILE + tl.arange(0, TILE)
     k = block_k * TILE + tl.arange(0, TILE)
+    m = tl.arange(0, STEP)[:, None]
+    grad_offsets, x_offsets = m * padded_n + n[None, :], m * padded_k + k[None, :]
+    grad += start.to(tl.int64) * padded_n
+    x += start.to(tl.int64) * padded_k
     total = tl.zeros((TILE, TILE), tl.float32)
     for first in range(start, end, STEP):
-        m = first + tl.arange(0, STEP)
-        rows = m.to(tl.int64)[:, None]
-        is_row = (m < end)[:, None]
-        grad_tile = tl.load(grad + rows * padded_n + n[None, :], mask=is_row, other=0.0)
-        x_tile = tl.load(x + rows * padded_k + k[None, :], mask=is_row, other=0.0)
+        is_row = m < end - first
+        grad_tile = tl.load(grad + grad_offsets, mask=is_row, other=0.0)
+        x_tile = tl.load(x + x_offsets, mask=is_row, other=0.0)
         total = tl.dot(tl.trans(grad_tile), x_tile, total)
+        grad += STEP * padded_n
+        x += STEP * padded_k
     store_tile(out + expert.to(tl.int64) * size_n * size_k, total, block_n * TILE, size_n, block_k, size_k)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from afmoe.moe.compute.kernels.fp8_quantize import columns_like, quantize_activations, quantize_weights
-from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient
+from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient, product_options
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.products import Stored, Weight
 from afmoe.moe.compute.kernels.quantized import QuantizedProducts
@@ -49,7 +49,7 @@ class Fp8Products(QuantizedProducts):
         (codes_RK, _), _ = pairs[0]
         sizes = (codes_RK.shape[1], layout.num_rows)
         return launch_multiply(
-            _multiply_kernel, pairs, layout, out_RN, *sizes, bytes_per_stage=_BYTES_PER_STAGE
+            _multiply_kernel, pairs, layout, out_RN, *sizes, **product_options(_BYTES_PER_STAGE)
         )
 
     def quantized_weight_gradient(
@@ -62,7 +62,7 @@ class Fp8Products(QuantizedProducts):
             layout.first_tile_of_expert,
             out_LNK,
             layout.num_tiles * TILE_ROWS,
-            bytes_per_stage=_BYTES_PER_STAGE,
+            **product_options(_BYTES_PER_STAGE),
         )
 
 

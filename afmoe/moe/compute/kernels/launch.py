@@ -25,7 +25,7 @@ _NUM_WARPS = 8
 # 16 warps need 126 registers each for the 128 x 128 tile and both copies of it, 8 need 232: as many programs
 # fit on a multiprocessor, with twice the warps
 _QUANTIZER_WARPS = 16
-_MOST_STAGES = 4
+_MOST_STAGES, _FEWEST_STAGES = 4, 3
 # `enable_fp_fusion` is said at each launch, because its default changes in triton 3.10: scaling and adding a
 # partial sum is one instruction with it, and no quantizer multiplies and adds
 
@@ -36,10 +36,9 @@ def launch_multiply(
     layout: TileLayout,
     out_RN: Tensor,
     *sizes: int,
-    bytes_per_stage: int,
-    **constants: Any,
+    **options: Any,
 ) -> Tensor:
-    """`Products.multiply` by a format's kernel; `sizes` and `constants` are what it takes besides."""
+    """`Products.multiply` by a format's kernel; `sizes` and `options` are what it takes besides."""
     (first, first_weight), (second, second_weight) = pairs[0], pairs[-1]
     size_n = out_RN.shape[1]
     kernel[(layout.num_tiles * triton.cdiv(size_n, BLOCK),)](
@@ -54,8 +53,7 @@ def launch_multiply(
         size_n,
         *sizes,
         NUM_PAIRS=len(pairs),
-        **constants,
-        **product_options(bytes_per_stage),
+        **options,
     )
     return out_RN
 
@@ -67,8 +65,7 @@ def launch_weight_gradient(
     rows_of_expert: Tensor,
     out_LNK: Tensor,
     *sizes: int,
-    bytes_per_stage: int,
-    **constants: Any,
+    **options: Any,
 ) -> Tensor:
     """`Products.weight_gradient` by a format's kernel, which finds an expert's rows in `rows_of_expert`."""
     num_experts, size_n, size_k = out_LNK.shape
@@ -80,8 +77,7 @@ def launch_weight_gradient(
         size_n,
         size_k,
         *sizes,
-        **constants,
-        **product_options(bytes_per_stage),
+        **options,
     )
     return out_LNK
 
@@ -126,10 +122,17 @@ def launch_weight_quantizer(
     )
 
 
-def product_options(bytes_per_stage: int) -> dict[str, Any]:
-    """Launch options of a product whose operands take `bytes_per_stage` for each step of its loop."""
-    num_stages = min(_MOST_STAGES, shared_memory_kib() * 1024 // bytes_per_stage)
-    return {"num_warps": _NUM_WARPS, "num_stages": num_stages, "enable_fp_fusion": True}
+def product_options(bytes_per_stage: int, *, fits_twice: bool = False) -> dict[str, Any]:
+    """Launch options of a product whose operands take `bytes_per_stage` for each step of its loop.
+
+    `fits_twice`: its registers let two programs run on a multiprocessor. Where the shared memory does too,
+    one computes while the other begins or stores: a tile of Mini has 16 or 32 steps of 64, and one program
+    alone would leave the tensor cores idle before the first and after the last.
+    """
+    stages = shared_memory_kib() * 1024 // bytes_per_stage
+    if fits_twice and stages >= 2 * _FEWEST_STAGES:
+        stages //= 2
+    return {"num_warps": _NUM_WARPS, "num_stages": min(_MOST_STAGES, stages), "enable_fp_fusion": True}
 
 
 def quantizer_options() -> dict[str, Any]:

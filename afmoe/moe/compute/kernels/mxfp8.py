@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient
+from afmoe.moe.compute.kernels.launch import BLOCK, launch_multiply, launch_weight_gradient, product_options
 from afmoe.moe.compute.kernels.layout import TILE_ROWS, TileLayout
 from afmoe.moe.compute.kernels.mxfp8_quantize import (
     MX_BLOCK,
@@ -49,7 +49,7 @@ class Mxfp8Products(QuantizedProducts):
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (codes_RK, _), _ = pairs[0]
         return launch_multiply(
-            _multiply_kernel, pairs, layout, out_RN, codes_RK.shape[1], bytes_per_stage=_BYTES_PER_STAGE
+            _multiply_kernel, pairs, layout, out_RN, codes_RK.shape[1], **product_options(_BYTES_PER_STAGE)
         )
 
     def quantized_weight_gradient(
@@ -62,7 +62,7 @@ class Mxfp8Products(QuantizedProducts):
             layout.first_tile_of_expert,
             out_LNK,
             layout.num_tiles * TILE_ROWS,
-            bytes_per_stage=_BYTES_PER_STAGE,
+            **product_options(_BYTES_PER_STAGE),
         )
 
 
