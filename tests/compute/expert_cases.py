@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from afmoe.hardware import Hardware
+from afmoe.hardware import Hardware, c_compiler
 from afmoe.moe.compute import ExpertShape
 from afmoe.registry import build, configure
 
-CPU = Hardware(device_type="cpu")
+CPU = Hardware(device_type="cpu", has_c_compiler=c_compiler() is not None)
+needs_compiler = pytest.mark.skipif(
+    not CPU.has_c_compiler, reason="needs a C compiler; torch computes without"
+)
+
+BY_TORCH = " by torch"
 
 # empty experts first, last and between; one row; one below, at and above a block of 128; all to one; none
 COUNTS = [
@@ -63,6 +69,9 @@ def make_case(
 
 
 def build_compute(choice: Any, case: Case, activation: str = "silu") -> Any:
+    """A plugin by its name or options; `NAME by torch` is the one without compiled kernels."""
+    if isinstance(choice, str) and choice.endswith(BY_TORCH):
+        choice = {"name": choice.removesuffix(BY_TORCH), "compiled": "false"}
     return build(configure("moe/compute", choice), shape=shape_of(case, activation), hardware=CPU)
 
 

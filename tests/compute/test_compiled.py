@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute.emulation import Emulation
-from afmoe.moe.compute.grouped import GroupedMlp
+from afmoe.moe.compute.grouped import GroupedMlp, SegmentsMlp
 from afmoe.moe.compute.node import ExpertMlp, ExpertNode
 from afmoe.moe.compute.rounding import Fp8Rounding
+from afmoe.moe.compute.rounding_by_torch import TorchRounder
 from afmoe.moe.experts import Experts
+from afmoe.moe.grouped_mm import TorchProducts
 
 OPERATORS = ["native", "bf16", "fp8", "mxfp8"]
 SILU = activation_named("silu")
@@ -29,7 +31,11 @@ BACKEND = "aot_eager"
 
 @pytest.mark.parametrize(
     "mlp",
-    [GroupedMlp(SILU, False), GroupedMlp(SILU, True), Emulation(SILU, Fp8Rounding("fp32"), False)],
+    [
+        SegmentsMlp(SILU, kernels=None),
+        GroupedMlp(SILU),
+        Emulation(SILU, Fp8Rounding(TorchRounder(), "fp32"), TorchProducts(), wgrad_in_bf16=False),
+    ],
     ids=["segments", "grouped_mm", "emulation"],
 )
 @pytest.mark.parametrize("trained", ["all", "x", "weights"])

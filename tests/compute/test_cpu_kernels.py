@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_cases import needs_compiler
 from torch import Tensor
 
 from afmoe.errors import MachineError
-from afmoe.hardware import c_compiler
 from afmoe.moe.cpu_kernels import library
 from afmoe.moe.cpu_kernels.kernels import CpuKernels, cpu_kernels
 
-pytestmark = pytest.mark.skipif(c_compiler() is None, reason="needs a C compiler; torch computes without")
+pytestmark = needs_compiler
 
 COUNTS = {
     "typical": [5, 1, 12, 13, 30],

@@ -24,6 +24,7 @@ PLUGINS = [
     ("reference", torch.float32, FP32),
     ("native", torch.float64, FP64),
     ("native", torch.float32, FP32),
+    ("native by torch", torch.float32, FP32),
     ("native", torch.bfloat16, BF16),
     ("grouped_mm", torch.float32, FP32),
     ("grouped_mm", torch.bfloat16, BF16),
@@ -31,8 +32,10 @@ PLUGINS = [
     ("bf16", torch.bfloat16, BF16),
     ("fp8", torch.float32, FP8),
     ("fp8", torch.bfloat16, FP8),
+    ("fp8 by torch", torch.float32, FP8),
     ("mxfp8", torch.float32, FP8),
     ("mxfp8", torch.bfloat16, FP8),
+    ("mxfp8 by torch", torch.bfloat16, FP8),
 ]
 each_plugin = pytest.mark.parametrize(("name", "dtype", "tolerance"), PLUGINS)
 

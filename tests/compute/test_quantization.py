@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_cases import needs_compiler
 from torch import Tensor
 
-from afmoe.moe.compute.rounding import (
-    ColumnBlocks,
-    round_columns,
-    round_mx_weights,
-    round_rows,
-    round_weights,
-)
+from afmoe.moe.compute.rounding import Fp8Rounding, Mxfp8Rounding, Rounder
+from afmoe.moe.compute.rounding_by_kernels import KernelRounder
+from afmoe.moe.compute.rounding_by_torch import TorchRounder
+from afmoe.moe.cpu_kernels.kernels import cpu_kernels
 from afmoe.moe.grouped_mm import Segments
 from afmoe.moe.quantization import (
     BLOCK_SIZE,
@@ -36,6 +34,11 @@ each_block_format = pytest.mark.parametrize(
 each_scale_format = pytest.mark.parametrize("scales", SCALE_FORMATS)
 
 
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=needs_compiler)])
+def rounder(request: pytest.FixtureRequest) -> Rounder:
+    return TorchRounder() if request.param == "torch" else KernelRounder(cpu_kernels())
+
+
 def spread(*shape: int) -> Tensor:
     """Values over twelve decades; among them zeros, subnormal codes, ties of rounding and a tiny block."""
     x = torch.randn(shape) * 10.0 ** torch.randint(-6, 6, (*shape[:-1], 1))
@@ -55,40 +58,48 @@ def spread(*shape: int) -> Tensor:
 @each_block_format
 @pytest.mark.parametrize("shape", [(0, 64), (5, 8), (130, 64), (40, 128), (9, 200), (3000, 256)], ids=str)
 def test_emulated_rows_equal_the_contract_bit_for_bit(
-    shape: tuple[int, int], scales: str, block_size: int
+    rounder: Rounder, shape: tuple[int, int], scales: str, block_size: int
 ) -> None:
     x_RK = spread(*shape)
     expected = dequantize_rows(*quantize_rows(x_RK, scales, block_size), block_size)
-    assert torch.equal(round_rows(x_RK, scales, block_size), expected)
+    assert torch.equal(rounder.rows(x_RK, scales, block_size), expected)
 
 
 @each_scale_format
 @pytest.mark.parametrize("shape", [(3, 16, 8), (2, 130, 64), (2, 128, 256), (5, 200, 300)], ids=str)
-def test_emulated_weights_equal_the_contract_bit_for_bit(shape: tuple[int, int, int], scales: str) -> None:
+def test_emulated_weights_equal_the_contract_bit_for_bit(
+    rounder: Rounder, shape: tuple[int, int, int], scales: str
+) -> None:
     w_LNK = spread(*shape)
     expected = dequantize_weights(*quantize_weights(w_LNK, scales))
-    assert torch.equal(round_weights(w_LNK, scales), expected)
+    for rounded_LNK in Fp8Rounding(rounder, scales).weights(w_LNK, backward=True):
+        assert torch.equal(rounded_LNK, expected)
 
 
-@pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 16, 8), (2, 130, 64), (2, 128, 256), (5, 200, 300)], ids=str)
-def test_emulated_mx_weights_equal_the_contract_bit_for_bit(shape: tuple[int, int, int], dim: int) -> None:
+def test_emulated_mx_weights_equal_the_contract_bit_for_bit(
+    rounder: Rounder, shape: tuple[int, int, int]
+) -> None:
     w_LNK = spread(*shape)
-    codes, scale = quantize_mx_weights(w_LNK, dim)
-    blocks = list(shape)
-    blocks[dim] = -(-shape[dim] // MX_BLOCK_SIZE)
-    assert list(scale.shape) == blocks
-    assert torch.equal(round_mx_weights(w_LNK, dim), dequantize_mx_weights(codes, scale, dim))
+    forward_LNK, backward_LNK = Mxfp8Rounding(rounder).weights(w_LNK, backward=True)
+    for rounded_LNK, dim in ((forward_LNK, 2), (backward_LNK, 1)):
+        codes, scale = quantize_mx_weights(w_LNK, dim)
+        blocks = list(shape)
+        blocks[dim] = -(-shape[dim] // MX_BLOCK_SIZE)
+        assert list(scale.shape) == blocks
+        assert torch.equal(rounded_LNK, dequantize_mx_weights(codes, scale, dim))
 
 
 @each_block_format
-@pytest.mark.parametrize("size", [8, 64, 130])
-def test_emulated_columns_equal_the_contract_bit_for_bit(size: int, scales: str, block_size: int) -> None:
+@pytest.mark.parametrize("size", [8, 64, 130, 300])
+def test_emulated_columns_equal_the_contract_bit_for_bit(
+    rounder: Rounder, size: int, scales: str, block_size: int
+) -> None:
     offsets_L = torch.tensor([0, 127, 128, 128, 257, 385, 1700], dtype=torch.int32)
     x_RK = spread(1710, size)
-    blocks = ColumnBlocks.of(Segments.of(offsets_L).busy, x_RK.device, block_size)
-    slots = round_columns(x_RK, blocks, scales)
-    actual = torch.cat([slots[start:end] for _, start, end in blocks.slots])
+    (run,) = Segments.of(offsets_L).runs(max_rows=2000)
+    rounded, slots = rounder.columns(x_RK, run, scales, block_size)
+    actual = torch.cat([rounded[start:end] for _, start, end in slots.experts])
     codes, scale = quantize_columns(x_RK, offsets_L, scales, block_size)
     expected = dequantize_columns(codes, scale, offsets_L, block_size)
     assert expected.shape == (1700, size)
@@ -138,20 +149,29 @@ def test_no_code_is_lost_to_overflow_and_blocks_do_not_touch_each_other(scales: 
 
 
 @each_scale_format
-def test_a_broken_block_stays_visible(scales: str) -> None:
+def test_a_broken_block_stays_visible(rounder: Rounder, scales: str) -> None:
+    (run,) = Segments.of(torch.tensor([2], dtype=torch.int32)).runs(max_rows=2)
     for value in (float("inf"), float("nan")):
-        x_RK = torch.randn(2, 64)
+        x_RK = torch.randn(2, 256)
         x_RK[0, 3] = value
-        for rounded in (round_rows(x_RK, scales), dequantize_rows(*quantize_rows(x_RK, scales))):
-            assert rounded[0].isnan().any()
-            assert rounded[1].isfinite().all()
+        rounded = rounder.rows(x_RK, scales, BLOCK_SIZE)
+        contract = dequantize_rows(*quantize_rows(x_RK, scales))
+        assert torch.equal(rounded.isnan(), contract.isnan())
+        assert rounded[0, :128].isnan().any()
+        assert rounded[0, 128:].isfinite().all()
+        assert rounded[1].isfinite().all()
+        columns, _ = rounder.columns(x_RK, run, scales, BLOCK_SIZE)
+        assert columns[:, 3].isnan().any()
+        assert columns[:2].isfinite().all(0).sum() == 255
 
 
 @each_block_format
-def test_one_product_has_the_rounding_error_of_e4m3(scales: str, block_size: int) -> None:
+def test_one_product_has_the_rounding_error_of_e4m3(rounder: Rounder, scales: str, block_size: int) -> None:
     x_RK, w_NK = torch.randn(256, 256), torch.randn(1, 128, 256)
     exact = x_RK.double() @ w_NK[0].double().t()
-    w_rounded = round_weights(w_NK, scales) if block_size == BLOCK_SIZE else round_mx_weights(w_NK, 2)
-    rounded = round_rows(x_RK, scales, block_size).double() @ w_rounded[0].double().t()
+    is_mx = block_size == MX_BLOCK_SIZE
+    rounding = Mxfp8Rounding(rounder) if is_mx else Fp8Rounding(rounder, scales)
+    w_rounded, _ = rounding.weights(w_NK, backward=False)
+    rounded = rounding.rows(x_RK).double() @ w_rounded[0].double().t()
     # about 2.6e-2 an operand on Gaussian data: 3.7e-2 together
     assert 1e-2 <= ((rounded - exact).norm() / exact.norm()).item() <= 5e-2

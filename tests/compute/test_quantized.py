@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outputs_and_gradients
+from expert_cases import (
+    COUNTS,
+    Case,
+    build_compute,
+    deviation,
+    make_case,
+    needs_compiler,
+    outputs_and_gradients,
+)
 from torch import Tensor
 
 from afmoe.moe.activations import activation_named
-from afmoe.moe.compute import quantized
-from afmoe.moe.grouped_mm import ExpertWeights
+from afmoe.moe.compute import cpu_choice
+from afmoe.moe.cpu_kernels.kernels import cpu_kernels
+from afmoe.moe.grouped_mm import CompiledProducts, ExpertWeights, RunProducts, Segments, TorchProducts
 from afmoe.moe.quantization import (
     BLOCK_SIZE,
     MX_BLOCK_SIZE,
@@ -33,15 +42,19 @@ CONTRACT = 1e-6
 
 FORMATS = ["fp8", "mxfp8"]
 each_format = pytest.mark.parametrize("name", FORMATS)
+each_way = pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=needs_compiler)])
 
 
-def contract(case: Case, options: dict[str, str], activation: str = "silu") -> dict[str, Tensor]:
+def contract(
+    case: Case, options: dict[str, str], activation: str = "silu", products: RunProducts | None = None
+) -> dict[str, Tensor]:
     """Outputs and gradients as `afmoe.moe.quantization` defines them.
 
     What is quantized again on the way (hidden rows and their gradients) is computed in fp32, by the same
     calls as the plugin's: another rounding of a sum could move a value across the border of two codes. The
-    last product of each result is in fp64.
+    last product of each result is in fp64. `products`: the plugin's, None: torch's.
     """
+    products = products or TorchProducts()
     end, rows = case.num_rows, slice(0, case.num_rows)
     is_mx = options["name"] == "mxfp8"
     scales, block_size = ("ue8m0", MX_BLOCK_SIZE) if is_mx else (options["scales"], BLOCK_SIZE)
@@ -57,6 +70,11 @@ def contract(case: Case, options: dict[str, str], activation: str = "silu") -> d
         return dequantize_rows(*quantize_rows(rows_RK, scales, block_size), block_size)
 
     def per_expert(x_RK: Tensor, w_LNK: Tensor) -> Tensor:
+        if x_RK.dtype == torch.float32:
+            (run,) = Segments.of(case.offsets_L).runs(max_rows=end)
+            out_RN = x_RK.new_empty(end, w_LNK.shape[1])
+            products.multiply(x_RK, w_LNK.transpose(1, 2), run, out_RN=out_RN)
+            return out_RN
         parts = x_RK.split(case.counts)
         return torch.cat([part @ w_NK.t() for part, w_NK in zip(parts, w_LNK, strict=True)])
 
@@ -92,6 +110,7 @@ def contract(case: Case, options: dict[str, str], activation: str = "silu") -> d
     }
 
 
+@each_way
 @pytest.mark.parametrize(
     ("counts", "sizes"),
     [
@@ -115,11 +134,12 @@ def contract(case: Case, options: dict[str, str], activation: str = "silu") -> d
     ids=lambda options: "-".join(options.values()),
 )
 def test_outputs_and_gradients_equal_the_contract(
-    counts: tuple[int, ...], sizes: tuple[int, int], options: dict[str, str]
+    counts: tuple[int, ...], sizes: tuple[int, int], options: dict[str, str], compiled: str
 ) -> None:
     case = make_case(counts, num_padding_rows=7, hidden_size=sizes[0], intermediate_size=sizes[1])
-    expected = contract(case, options)
-    actual = outputs_and_gradients(build_compute(options, case), case)
+    products = CompiledProducts(cpu_kernels()) if compiled == "true" else TorchProducts()
+    expected = contract(case, options, products=products)
+    actual = outputs_and_gradients(build_compute({**options, "compiled": compiled}, case), case)
     for key, value in actual.items():
         assert deviation(value, expected[key]) <= CONTRACT, key
 
@@ -246,7 +266,7 @@ def test_a_copied_or_pickled_plugin_works_and_starts_without_a_cache(name: str) 
 
 @each_format
 def test_the_emulation_is_announced_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    quantized.say_once.cache_clear()
+    cpu_choice.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             compute = build_compute(name, make_case((1,)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from afmoe.moe.compute.quantized import QuantizedCompute, check_options
-from afmoe.moe.compute.rounding import Fp8Rounding
+from afmoe.moe.compute.cpu_choice import TRISTATE, check_options
+from afmoe.moe.compute.quantized import QuantizedCompute
+from afmoe.moe.compute.rounding import Fp8Rounding, Rounder
 from afmoe.moe.quantization import SCALE_FORMATS
 from afmoe.registry import register
 
@@ -33,12 +34,17 @@ class Fp8Compute(QuantizedCompute):
         emulate: str | bool = "auto"
         """`auto`: emulate on a CPU, never on a GPU. `true`: emulate anywhere. `false`: nowhere."""
 
+        compiled: str | bool = "auto"
+        """Kernels for the emulation on a CPU. `auto`: with a C compiler at hand. `true`: refuse without."""
+
         def __post_init__(self) -> None:
-            check_options(self, {"scales": SCALE_FORMATS, "wgrad": ("fp8", "bf16")})
+            check_options(
+                self, scales=SCALE_FORMATS, wgrad=("fp8", "bf16"), emulate=TRISTATE, compiled=TRISTATE
+            )
 
     @classmethod
-    def rounding(cls, config: Config) -> Fp8Rounding:
-        return Fp8Rounding(config.scales)
+    def rounding(cls, config: Config, rounder: Rounder) -> Fp8Rounding:
+        return Fp8Rounding(rounder, config.scales)
 
     @classmethod
     def products(cls, config: Config) -> Fp8Products:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from afmoe.moe.activations import Activation
 from afmoe.moe.compute.node import Backward, ExpertMlp, ExpertNode, Forward
 from afmoe.moe.grouped_mm import (
+    CompiledProducts,
     ExpertWeights,
     RowSource,
+    RunProducts,
+    TorchProducts,
     backward_by_grouped_mm,
     backward_by_segments,
     forward_by_grouped_mm,
@@ -19,13 +24,16 @@ from afmoe.moe.grouped_mm import (
     product_dtype,
 )
 
+if TYPE_CHECKING:
+    from afmoe.moe.cpu_kernels.kernels import CpuKernels
+
 
 class GroupedExperts:
     """`by_segments` on a CPU, `by_grouped_mm` on a GPU; `afmoe.moe.grouped_mm` tells both."""
 
-    def __init__(self, activation: Activation) -> None:
-        self.by_segments = ExpertNode(GroupedMlp(activation, by_grouped_mm=False))
-        self._grouped_mm = ExpertNode(GroupedMlp(activation, by_grouped_mm=True))
+    def __init__(self, activation: Activation, kernels: CpuKernels | None = None) -> None:
+        self.by_segments = ExpertNode(SegmentsMlp(activation, kernels))
+        self._grouped_mm = ExpertNode(GroupedMlp(activation))
 
     def __call__(
         self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None = None
@@ -64,27 +72,54 @@ class GroupedMlp(ExpertMlp):
     """Saved for backward: the products before the activation, gate's (where there is one) and up's."""
 
     activation: Activation
-    by_grouped_mm: bool
     form = "products of x"
 
     def forward(self, given: Forward, stored: None) -> tuple[Tensor, list[Tensor]]:
-        forward = forward_by_grouped_mm if self.by_grouped_mm else forward_by_segments
-        return forward(given.x_RD, given.weights, given.offsets_L, self.activation)
+        return forward_by_grouped_mm(given.x_RD, given.weights, given.offsets_L, self.activation)
 
     def saved_like(self, given: Forward) -> list[Tensor]:
         return products_like(given)
 
     def backward(self, given: Backward, stored: None) -> list[Tensor | None]:
-        backward = backward_by_grouped_mm if self.by_grouped_mm else backward_by_segments
-        return backward(
-            given.grad_y_RD,
-            given.rows,
-            list(given.saved),
-            given.weights,
-            given.offsets_L,
-            self.activation,
-            list(given.needed),
+        grad_y_RD, rows, saved, weights, offsets_L, needed = given
+        return backward_by_grouped_mm(
+            grad_y_RD, rows, list(saved), weights, offsets_L, self.activation, list(needed)
         )
+
+
+@dataclass(frozen=True)
+class SegmentsMlp(ExpertMlp):
+    """Saved for backward: as `GroupedMlp`."""
+
+    activation: Activation
+    kernels: CpuKernels | None
+    """For fp32; None: torch multiplies."""
+    form = "products of x"
+
+    def forward(self, given: Forward, stored: None) -> tuple[Tensor, list[Tensor]]:
+        products = self._products(given.x_RD)
+        return forward_by_segments(given.x_RD, given.weights, given.offsets_L, self.activation, products)
+
+    def saved_like(self, given: Forward) -> list[Tensor]:
+        return products_like(given)
+
+    def backward(self, given: Backward, stored: None) -> list[Tensor | None]:
+        grad_y_RD, rows, saved, weights, offsets_L, needed = given
+        return backward_by_segments(
+            grad_y_RD,
+            rows,
+            list(saved),
+            weights,
+            offsets_L,
+            self.activation,
+            list(needed),
+            self._products(grad_y_RD),
+        )
+
+    def _products(self, rows_RD: Tensor) -> RunProducts:
+        if self.kernels is None or rows_RD.dtype != torch.float32 or rows_RD.is_cuda:
+            return TorchProducts()
+        return CompiledProducts(self.kernels)
 
 
 def products_like(given: Forward) -> list[Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from afmoe.moe.compute.quantized import QuantizedCompute, check_options
-from afmoe.moe.compute.rounding import Mxfp8Rounding
+from afmoe.moe.compute.cpu_choice import TRISTATE, check_options
+from afmoe.moe.compute.quantized import QuantizedCompute
+from afmoe.moe.compute.rounding import Mxfp8Rounding, Rounder
 from afmoe.registry import register
 
 if TYPE_CHECKING:
@@ -30,12 +31,15 @@ class Mxfp8Compute(QuantizedCompute):
         emulate: str | bool = "auto"
         """`auto`: emulate on a CPU, never on a GPU. `true`: emulate anywhere. `false`: nowhere."""
 
+        compiled: str | bool = "auto"
+        """Kernels for the emulation on a CPU. `auto`: with a C compiler at hand. `true`: refuse without."""
+
         def __post_init__(self) -> None:
-            check_options(self, {"wgrad": ("mxfp8", "bf16")})
+            check_options(self, wgrad=("mxfp8", "bf16"), emulate=TRISTATE, compiled=TRISTATE)
 
     @classmethod
-    def rounding(cls, config: Config) -> Mxfp8Rounding:
-        return Mxfp8Rounding()
+    def rounding(cls, config: Config, rounder: Rounder) -> Mxfp8Rounding:
+        return Mxfp8Rounding(rounder)
 
     @classmethod
     def products(cls, config: Config) -> Mxfp8Products:

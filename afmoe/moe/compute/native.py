@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from afmoe.hardware import Hardware
+from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute import ExpertCompute, ExpertShape
+from afmoe.moe.compute.cpu_choice import TRISTATE, check_options, cpu_kernels_for, why_not_compiled
 from afmoe.moe.compute.grouped import GroupedExperts
 from afmoe.moe.grouped_mm import ExpertWeights, RowSource
 from afmoe.registry import register
@@ -16,19 +17,25 @@ from afmoe.registry import register
 
 @register("moe/compute", "native")
 class NativeCompute(ExpertCompute):
-    """On a CPU one product per expert, in any dtype; on a GPU `torch.nn.functional.grouped_mm`.
+    """On a GPU `torch.nn.functional.grouped_mm`; on a CPU in fp32 kernels compiled there, else `torch.mm`.
 
     In fp32, and on GPUs other than sm_90 and sm_100, torch waits for the offsets in each grouped product.
     """
 
-    description = "native (grouped products in the model's dtype)"
-
     @dataclass(kw_only=True)
     class Config:
-        pass
+        compiled: str | bool = "auto"
+        """Kernels for fp32 on a CPU. `auto`: where a C compiler is at hand. `true`: refuse without."""
+
+        def __post_init__(self) -> None:
+            check_options(self, compiled=TRISTATE)
 
     def __init__(self, config: Config, *, shape: ExpertShape, hardware: Hardware | None = None) -> None:
-        self.experts = GroupedExperts(activation_named(shape.activation))
+        hardware = hardware or detect_hardware()
+        kernels = cpu_kernels_for("moe/compute=native", config.compiled, hardware)
+        self.experts = GroupedExperts(activation_named(shape.activation), kernels)
+        way = "torch's grouped products" if kernels is None else "grouped products compiled for this CPU"
+        self.description = f"native ({way}, in the model's dtype)"
 
     @classmethod
     def why_not(cls, config: Config, *, hardware: Hardware, shape: ExpertShape) -> str | None:
@@ -37,7 +44,7 @@ class NativeCompute(ExpertCompute):
                 "moe/compute=native needs a GPU of sm_80 or newer for torch's grouped products, this one is "
                 f"{hardware.architecture}; use moe/compute=reference"
             )
-        return None
+        return why_not_compiled("moe/compute=native", config.compiled, hardware)
 
     def multiply(
         self, x_RD: Tensor, offsets_L: Tensor, weights: ExpertWeights, source: RowSource | None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -12,21 +11,22 @@ from torch import Tensor
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute import ExpertCompute, ExpertShape, all_reasons, why_not_these_experts
+from afmoe.moe.compute.cpu_choice import cpu_kernels_for, say_once, why_not_compiled
 from afmoe.moe.compute.emulation import Emulation
 from afmoe.moe.compute.kernels import why_no_kernels
 from afmoe.moe.compute.kernels.mlp import KernelMlp
 from afmoe.moe.compute.node import ExpertNode
-from afmoe.moe.compute.rounding import Rounding
-from afmoe.moe.grouped_mm import ExpertWeights, RowSource, product_dtype
+from afmoe.moe.compute.rounding import Rounder, Rounding
+from afmoe.moe.compute.rounding_by_kernels import KernelRounder
+from afmoe.moe.compute.rounding_by_torch import TorchRounder
+from afmoe.moe.grouped_mm import CompiledProducts, ExpertWeights, RowSource, TorchProducts, product_dtype
 
 if TYPE_CHECKING:
     from afmoe.moe.compute.kernels.products import Products
 
-log = logging.getLogger(__name__)
-
 
 class QuantizedCompute(ExpertCompute):
-    """A plugin's `Config` has `wgrad`, the format's own name or `bf16`, and `emulate`."""
+    """A plugin's `Config` has `wgrad`, the format's own name or `bf16`, `emulate` and `compiled`."""
 
     capability: ClassVar[tuple[int, int]]
     """CUDA capability from which on the kernels run."""
@@ -36,7 +36,14 @@ class QuantizedCompute(ExpertCompute):
         activation = activation_named(shape.activation)
         choice = f"moe/compute={self.name}"
         if config.emulate == "true" or not hardware.is_cuda:
-            mlp = Emulation(activation, self.rounding(config), wgrad_in_bf16=config.wgrad == "bf16")
+            kernels = cpu_kernels_for(choice, config.compiled, hardware)
+            rounder = TorchRounder() if kernels is None else KernelRounder(kernels)
+            mlp = Emulation(
+                activation,
+                self.rounding(config, rounder),
+                TorchProducts() if kernels is None else CompiledProducts(kernels),
+                wgrad_in_bf16=config.wgrad == "bf16",
+            )
             where = hardware.device_type
             self.description = f"{self.name} (e4m3, emulated on {where})"
             say_once(f"{choice} runs as exact emulation on {where}: {self.name}'s numbers, not its speed")
@@ -52,7 +59,7 @@ class QuantizedCompute(ExpertCompute):
 
     @classmethod
     @abstractmethod
-    def rounding(cls, config: Any) -> Rounding:
+    def rounding(cls, config: Any, rounder: Rounder) -> Rounding:
         """The block format that `config` chooses."""
 
     @classmethod
@@ -65,7 +72,7 @@ class QuantizedCompute(ExpertCompute):
         choice = f"moe/compute={cls.name}"
         experts = why_not_these_experts(choice, shape, "use moe/compute=native")
         if config.emulate == "true" or (config.emulate == "auto" and not hardware.is_cuda):
-            return experts
+            return all_reasons(experts, why_not_compiled(choice, config.compiled, hardware))
         instead = "use moe/compute=bf16, or moe.compute.emulate=true, which is slower"
         if not hardware.is_cuda:
             choice += " with moe.compute.emulate=false"
@@ -79,17 +86,3 @@ class QuantizedCompute(ExpertCompute):
 
     def on_weights_updated(self) -> None:
         self.experts.on_weights_updated()
-
-
-def check_options(config: Any, valid: dict[str, tuple[str, ...]]) -> None:
-    """Bring `emulate` to text and refuse a value that is none of its option's."""
-    # `true` on the command line is a bool
-    config.emulate = str(config.emulate).lower()
-    for key, values in (valid | {"emulate": ("auto", "true", "false")}).items():
-        if (value := getattr(config, key)) not in values:
-            raise ValueError(f"moe.compute.{key} must be one of {', '.join(values)}, got {value}")
-
-
-@cache
-def say_once(message: str) -> None:
-    log.warning(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class CpuKernels:
         )
         for function in (self._multiply, self._weight_gradient, self._round_tiles, self._round_columns):
             function.restype = None
+
+    def __reduce__(self) -> Any:
+        # a copy or a pickle of a model takes those of its machine
+        return cpu_kernels, ()
 
     def multiply(
         self,

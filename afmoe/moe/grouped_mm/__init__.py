@@ -4,8 +4,8 @@ Two ways, without autograd. Both save the products before the activation, and x 
 and compute the activation again in backward: that costs one pass over the rows and saves two tensors of their
 size.
 
-- `segments`, on a CPU: `torch.mm` per expert, results and weight gradients written in place. One expert after
-  the other, so that its rows stay in the cache between the products.
+- `by_segments`, on a CPU: some neighbouring experts after the other, so that their rows stay in the cache
+  between the products, which are written in place: by compiled kernels, or by `torch.mm` per expert.
 - `grouped`, on a GPU: `torch.nn.functional.grouped_mm`, which reads the offsets on the device.
 """
 
@@ -14,17 +14,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from afmoe.moe.grouped_mm.by_segments import backward_by_segments, forward_by_segments
 from afmoe.moe.grouped_mm.grouped import backward_by_grouped_mm, forward_by_grouped_mm
+from afmoe.moe.grouped_mm.products import CompiledProducts, RunProducts, TorchProducts
 from afmoe.moe.grouped_mm.saved_rows import RowSource, SavedRows
-from afmoe.moe.grouped_mm.segments import Segments, backward_by_segments, forward_by_segments
+from afmoe.moe.grouped_mm.segments import ExpertRun, Segments
 from afmoe.moe.grouped_mm.weights import Biases, ExpertWeights
 
 __all__ = [
     "Biases",
+    "CompiledProducts",
+    "ExpertRun",
     "ExpertWeights",
     "RowSource",
+    "RunProducts",
     "SavedRows",
     "Segments",
+    "TorchProducts",
     "backward_by_grouped_mm",
     "backward_by_segments",
     "forward_by_grouped_mm",
