@@ -114,7 +114,9 @@ def dequantize_columns(
 
 def block_scale(amax: Tensor, scales: str) -> Tensor:
     """The scale of blocks whose largest magnitudes are `amax` (fp32)."""
-    scale = amax.clamp_min(SMALLEST_AMAX) / E4M3_MAX
+    # by a tensor: torch divides by a number on a GPU by multiplying with its reciprocal
+    # (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which rounds 53 % of scales otherwise
+    scale = amax.clamp_min(SMALLEST_AMAX) / amax.new_full((), E4M3_MAX)
     return scale if scales == "fp32" else round_up_to_power_of_two(scale)
 
 
