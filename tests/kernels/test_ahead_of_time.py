@@ -52,13 +52,14 @@ def test_products_use_the_tensor_cores_and_copy_asynchronously(
     # forward, input gradient of one and of two weights, weight gradient; equal ones are compiled once
     assert len(products) >= 3
     for row in products:
-        num_pairs = 2 if "2 pairs" in row["kernel"] else 1
+        # bf16 goes through both pairs in one loop
+        num_loops = 2 if "2 pairs" in row["kernel"] and name != "bf16" else 1
         instructions = row["instructions"]
-        assert instructions.get(instruction, 0) >= 4 * num_pairs, row
+        assert instructions.get(instruction, 0) >= 4 * num_loops, row
         # 256 threads copy 16 bytes each, 8 times for the two 16 KiB tiles of a stage. sm_80 has no product
         # that reads a transposed tile from shared memory, so weight gradients copy one tile of two this way
         num_stages = row["num_stages"] if architecture > 80 else 2
-        assert instructions.get("LDGSTS", 0) >= 8 * num_stages * num_pairs, row
+        assert instructions.get("LDGSTS", 0) >= 8 * num_stages * num_loops, row
         assert row["is_block_scaled"] == (name == "mxfp8"), row
 
 
