@@ -43,6 +43,14 @@ class DecoderLayer(nn.Module):
                 shared_expert=_shared_expert(config),
             )
 
+    @property
+    def leaves_graph(self) -> bool:
+        """Whether `torch.compile` has to break its graph, because a plugin's call cannot stand in one."""
+        plugins = [self.self_attn.plugin]
+        if isinstance(self.mlp, MoeBlock):
+            plugins += [self.mlp.compute, self.mlp.dispatcher]
+        return any(plugin.leaves_graph for plugin in plugins)
+
     def forward(
         self,
         hidden_BSD: Tensor,

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from afmoe.decoder_layer import DecoderLayer
 from afmoe.moe.statistics import CountedModule, RoutingStatistics, counted_modules
 
 
-def compile_each(layers: Iterable[nn.Module]) -> None:
-    """Compile the layers' forward in place. On a CPU torch then needs a C++ compiler."""
+def compile_each(layers: Iterable[DecoderLayer], backend: str = "inductor") -> None:
+    """Compile the layers' forward in place. On a CPU `inductor` needs a C++ compiler.
+
+    A layer whose plugins can all stand in a graph is one graph, or an error says where it would break.
+    """
     for layer in layers:
-        # no fullgraph: experts that no operator stands for (moe/compute=fp8, ...) break the graph
-        layer.compile()
+        layer.compile(fullgraph=not layer.leaves_graph, backend=backend)
 
 
 @contextmanager

@@ -27,12 +27,12 @@ def use_memory_settings(model: AfmoeForCausalLM, memory: MemoryConfig) -> None:
     """How much training keeps, and whether layers are compiled. Changes no weight and no name."""
     decoder, mode = model.model, memory.activation_checkpointing
     decoder.recomputes_layers = mode == "full"
-    for layer in decoder.layers:
-        assert isinstance(layer, DecoderLayer)
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    for layer in layers:
         layer.recomputes_parts = mode == "selective"
     for block in iter_moe_blocks(model):
         block.recomputes_experts = mode == "selective"
     model.lm_head.loss_chunk_tokens = memory.loss_chunk_tokens
     decoder.has_compiled_layers = memory.compile_layers
     if memory.compile_layers:
-        compile_each(decoder.layers)
+        compile_each(layers)

@@ -29,6 +29,8 @@ class AttentionPlugin(Protocol):
 
     Config: ClassVar[type]
     name: ClassVar[str]
+    leaves_graph: ClassVar[bool] = False
+    """Whether `torch.compile` has to break its graph around the call."""
     window: int
     layer_kinds: frozenset[bool] = frozenset((False, True))
     """Set by the model once it has its layers: whether some are sliding (True), some full (False). `prepare`

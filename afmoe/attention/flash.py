@@ -32,6 +32,8 @@ _NO_PACKAGE = (
 class FlashAttention(AttentionPlugin):
     """In bf16 or fp16. Once a forward it waits for the GPU: packed or padded rows have to be counted."""
 
+    leaves_graph = True
+
     @dataclass(kw_only=True)
     class Config:
         pass

@@ -15,6 +15,7 @@ from afmoe.config import MemoryConfig
 from afmoe.decoder_layer import DecoderLayer
 from afmoe.errors import MachineError
 from afmoe.hardware import Hardware, has_cxx_compiler
+from afmoe.layer_compilation import compile_each
 from afmoe.memory import check_memory_settings, use_memory_settings
 from afmoe.moe.statistics import count_routing
 
@@ -36,33 +37,37 @@ def step(model: AfmoeForCausalLM, seed: int) -> tuple[Tensor, dict[str, Tensor],
     return loss.detach(), gradients(model), counts
 
 
-def compiled_by(backend: str, model: AfmoeForCausalLM, mode: str, **options: Any) -> AfmoeForCausalLM:
+def compiled_by(backend: str, model: AfmoeForCausalLM, mode: str) -> AfmoeForCausalLM:
     """As `use_memory_settings` compiles, by another backend."""
     twin = copy.deepcopy(model)
     use_memory_settings(twin, MemoryConfig(activation_checkpointing=mode))
     torch.compiler.reset()
     twin.model.has_compiled_layers = True
-    for layer in twin.model.layers:
-        layer.compile(backend=backend, **options)
+    compile_each(twin.model.layers, backend)
     return twin
 
 
 @pytest.mark.slow
-# of the other plugins none is an operator: the graph breaks around them
 @pytest.mark.parametrize(
     ("compute", "mode"),
     [
         ("native", "none"),
         ("native", "full"),
         ("native", "selective"),
+        ("bf16", "full"),
+        ("fp8", "none"),
+        ("fp8", "full"),
         ("fp8", "selective"),
+        ("mxfp8", "selective"),
+        # no operator: the graph breaks around it
         ("reference", "full"),
     ],
 )
 def test_a_graph_for_each_kind_of_layer_serves_every_routing(compute: str, mode: str):
     model = our_model(compute=compute, **FIELDS)
     # a backend without code generation: needs no C++ compiler
-    twin = compiled_by("aot_eager", model, mode, fullgraph=compute == "native")
+    twin = compiled_by("aot_eager", model, mode)
+    assert [layer.leaves_graph for layer in twin.model.layers] == [False, *[compute == "reference"] * 3]
     assert list(twin.state_dict()) == list(model.state_dict())
     assert [block.layer_index for block in iter_moe_blocks(twin)] == [1, 2, 3]
     assert all(isinstance(layer, DecoderLayer) for layer in twin.model.layers)
@@ -93,18 +98,23 @@ def test_without_gradients_layers_run_as_they_are():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cxx_compiler(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_generated_code_gives_the_gradients_of_eager_layers(mode: str):
-    model = our_model(**FIELDS)
+@pytest.mark.parametrize(
+    ("compute", "mode"),
+    [("native", "none"), ("native", "full"), ("native", "selective"), ("fp8", "none"), ("fp8", "selective")],
+)
+def test_generated_code_gives_the_gradients_of_eager_layers(compute: str, mode: str):
+    model = our_model(compute=compute, **FIELDS)
     twin = compiled_by("inductor", model, mode)
     for seed in range(2):
         (loss, grads, counts), (expected_loss, expected_grads, expected_counts) = (
             step(each, seed) for each in (twin, model)
         )
         assert all(map(torch.equal, counts, expected_counts))
-        # measured 2e-7 and 2e-6
-        assert deviation(loss, expected_loss) <= TOLERANCE
-        assert gradient_deviation(grads, expected_grads) <= TOLERANCE
+        # measured 2e-7 and 2e-6; in fp8 1.3e-5 and 1.8e-2 where a value that is rounded otherwise crossed the
+        # border of two codes, and 2.1e-6 for gradients where none did
+        is_fp8 = compute == "fp8"
+        assert deviation(loss, expected_loss) <= (4e-5 if is_fp8 else TOLERANCE)
+        assert gradient_deviation(grads, expected_grads) <= (5.5e-2 if is_fp8 else TOLERANCE)
 
 
 def test_a_machine_without_a_compiler_refuses_before_anything_is_built():

@@ -59,6 +59,8 @@ class Dispatcher(Protocol):
 
     Config: ClassVar[type]
     name: ClassVar[str]
+    leaves_graph: ClassVar[bool]
+    """Whether `torch.compile` has to break its graph around the calls."""
 
     def __init__(self, config: Any, *, num_experts: int, process_group: Any = None) -> None:
         """`num_experts` counts the whole model's experts (E); `process_group`: the ranks that share them."""

@@ -29,6 +29,8 @@ class AllToAllDispatcher:
     once, because it must know how many rows go where.
     """
 
+    leaves_graph = False
+
     @dataclass(kw_only=True)
     class Config:
         transport: str = "native"

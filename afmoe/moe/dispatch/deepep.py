@@ -34,6 +34,8 @@ class DeepEpDispatcher:
     The host waits for the GPU once a chunk, inside the library, for the number of tokens that arrive.
     """
 
+    leaves_graph = True
+
     @dataclass(kw_only=True)
     class Config:
         num_sms: int = 20

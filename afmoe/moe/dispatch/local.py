@@ -19,6 +19,8 @@ from afmoe.registry import register
 class LocalDispatcher:
     """Sort by expert, without communication."""
 
+    leaves_graph = False
+
     @dataclass(kw_only=True)
     class Config:
         pass
