@@ -54,6 +54,9 @@ def show_plan(
         f"{'each GPU' if hardware.is_cuda else 'this machine'} has {hardware.memory_gib:.0f} GiB{fits}; "
         "scripts/plan.py says more"
     )
+    if len(data.validation_split):
+        # for what it would refuse
+        data.val_dataloader()
     batch = next(iter(data.train_dataloader()))
     shape = "x".join(str(size) for size in batch["input_ids"].shape)
     rows["first batch"] = (

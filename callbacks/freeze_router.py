@@ -14,6 +14,8 @@ class FreezeRouter(MoeCallback):
     """Takes router weights out of the training; the selection bias is no parameter and stays anyway."""
 
     effect = "router weights frozen"
+    frozen = "*.router.*"
+    """Pattern of the names of the parameters that it freezes."""
 
     @dataclass(kw_only=True)
     class Config:

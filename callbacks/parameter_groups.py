@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from afmoe.parallel.deepspeed import gathered_tensors
+
 _NAMES_SHOWN = 4
 
 
@@ -18,15 +20,18 @@ class ParameterGroups(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         parameters: dict[str, Tensor] = dict(pl_module.model.named_parameters())
+        # of the whole model, where a rank holds a share
+        shared = gathered_tensors(trainer.strategy, pl_module.model)
+        whole = parameters if shared is None else shared.specs
         for group in trainer.optimizers[0].param_groups:
-            held = [parameters[name] for name in group["parameter_names"]]
+            held = [whole[name] for name in group["parameter_names"]]
             # an optimizer of an outside package need not name one
             rule = group.get("rule", type(trainer.optimizers[0]).__name__)
             rank_zero_info(
                 f"{group['name']}: {_size(held)}, {rule}, learning rate {group['initial_lr']:g}, "
                 f"weight decay {group['weight_decay']:g}"
             )
-        frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        frozen = {name: whole[name] for name, one in parameters.items() if not one.requires_grad}
         if frozen:
             rank_zero_info(f"frozen: {_size(frozen.values())}: {_kinds(frozen)}")
 

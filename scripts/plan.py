@@ -22,6 +22,7 @@ from afmoe.config import RunConfig
 from afmoe.errors import ConfigError, ScriptParser, script_errors
 from afmoe.planning import GIB, Plan, Setup, make_plan
 from afmoe.planning.advice import Change, ranked_changes
+from afmoe.planning.parameters import shapes
 from afmoe.planning.parts import ALWAYS, total
 from afmoe.planning.shape_of_run import planned_shape
 from afmoe.planning.smallest import NUM_DEVICES, overrides_of, smallest
@@ -50,7 +51,9 @@ def main() -> None:
 
     def plan(run: RunConfig) -> None:
         check_choices(run)
-        result = make_plan(Setup.of(run, planned_shape(run), imbalance=options.imbalance))
+        setup = Setup.of(run, planned_shape(run), imbalance=options.imbalance)
+        check_names(run, setup)
+        result = make_plan(setup)
         check_split(run, result.setup)
         changes = ranked_changes(result.setup)
         if options.json:
@@ -116,6 +119,17 @@ def check_choices(run: RunConfig) -> None:
         ("data", run.data),
     ):
         configure(group, section)
+
+
+def check_names(run: RunConfig, setup: Setup) -> None:
+    """Refuse patterns of parameters that do nothing, as the recipe does."""
+    from afmoe.optim.groups import check_patterns
+    from afmoe.registry import configure
+    from callbacks.freeze_router import FreezeRouter
+
+    names = (name for name, _ in shapes(setup.model))
+    also_frozen = [FreezeRouter.frozen] if setup.freeze_router else []
+    check_patterns(names, configure("optim", run.optim), also_frozen)
 
 
 def check_split(run: RunConfig, setup: Setup) -> None:

@@ -22,6 +22,7 @@ from afmoe.planning import Setup, least_bytes
 from afmoe.plugins import PLUGINS
 from afmoe.registry import build, configure
 from callbacks.early_stopping import EarlyStopping
+from callbacks.freeze_router import FreezeRouter
 
 
 def check_choices(config: RunConfig, hardware: Hardware) -> None:
@@ -44,14 +45,17 @@ def check_choices(config: RunConfig, hardware: Hardware) -> None:
 
 
 def check_model(config: RunConfig, source: ModelSource, hardware: Hardware) -> None:
-    """Refuse an export that the model does not allow, and patterns of `optim.freeze` and `optim.rates` that
-    name none of its parameters.
+    """Refuse plugins that cannot train this model on this hardware, an export that the model does not allow,
+    and patterns of `optim.freeze` and `optim.rates` that do nothing to it.
     """
+    check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
     _check_export(config, source)
     options = configure("optim", config.optim)
     if options.freeze or options.rates:
         model = meta_model(config, source, hardware)
-        check_patterns((name for name, _ in model.named_parameters()), options)
+        chosen = [configure("callbacks", section) for section in config.callbacks.values()]
+        also_frozen = [FreezeRouter.frozen for one in chosen if isinstance(one, FreezeRouter.Config)]
+        check_patterns((name for name, _ in model.named_parameters()), options, also_frozen)
 
 
 def check_validation(config: RunConfig, data: AfmoeDataModule) -> None:
@@ -86,9 +90,8 @@ def check_parallelism(
     check_strategy(config, source.config, world_size=trainer.world_size, hardware=hardware)
 
 
-def check_hardware(config: RunConfig, source: ModelSource, hardware: Hardware) -> None:
-    """Refuse plugins that the hardware cannot run, and a model that its memory cannot hold."""
-    check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
+def check_memory(config: RunConfig, source: ModelSource, hardware: Hardware) -> None:
+    """Refuse a model that the hardware's memory cannot hold."""
     needed_gib = training_memory_gib(config, source.config, hardware)
     if needed_gib > hardware.memory_gib:
         parameters = meta_model(config, source, hardware).num_parameters()

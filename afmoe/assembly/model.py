@@ -6,7 +6,7 @@ import logging
 
 import lightning.pytorch as pl
 
-from afmoe.assembly.checks import check_hardware
+from afmoe.assembly.checks import check_memory
 from afmoe.assembly.source import ModelSource, chosen_plugins, meta_model
 from afmoe.checkpoint.pretrained import load_pretrained
 from afmoe.checkpoint.vocabulary import resize_vocabulary
@@ -35,7 +35,7 @@ def make_model(
 
     `weights_follow`: a run checkpoint will fill them in, so that trained weights need not be read.
     """
-    check_hardware(config, source, hardware)
+    check_memory(config, source, hardware)
     expert_range = rank_experts(trainer.strategy, source.config.num_experts)
     if source.directory is not None and not weights_follow:
         plugins = chosen_plugins(config, hardware)

@@ -136,6 +136,7 @@ class AfmoeDataModule(LightningDataModule):
             count_flops=self.count_flops,
         )
         if trainer:
+            _refuse_no_batches("train", trainer.limit_train_batches, len(loader))
             _refuse_rare_validation(trainer, len(loader))
         return loader
 
@@ -143,7 +144,10 @@ class AfmoeDataModule(LightningDataModule):
         """Every held-out row once."""
         assert self._validation_plan is not None
         layout = StepLayout(self.config.batch_size, 1, self.layout.world_size)
-        return self._loader(self.validation_split, self._validation_plan, layout, counts_whole_step=False)
+        loader = self._loader(self.validation_split, self._validation_plan, layout, counts_whole_step=False)
+        if self.trainer:
+            _refuse_no_batches("val", self.trainer.limit_val_batches, len(loader))
+        return loader
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run is, from the optimizer steps done: what workers have prefetched does not count."""
@@ -320,6 +324,15 @@ def _set_batches_done(counts: Any, batches_done: int) -> None:
     num_open = counts.ready - counts.completed
     counts.ready = counts.started = counts.processed = batches_done
     counts.completed = batches_done - num_open
+
+
+def _refuse_no_batches(kind: str, share: Any, num_batches: int) -> None:
+    """Raise `ConfigError`, where Lightning has a trace, for a share of the batches that is less than one."""
+    if isinstance(share, float) and share > 0 and num_batches and int(share * num_batches) == 0:
+        raise ConfigError(
+            f"trainer.limit_{kind}_batches={share} is less than one of the {num_batches} micro-batches; give "
+            "a whole number of them, or a larger share"
+        )
 
 
 def _refuse_rare_validation(trainer: Any, num_batches: int) -> None:

@@ -8,7 +8,7 @@ same on every rank, whatever part of the experts it holds. Empty ones are left o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from afmoe.errors import ConfigError, closest
 from afmoe.optim.options import OptimOptions
 
+_ALL_FROZEN = "no parameter is left to train: every one is frozen"
 _NOT_HIDDEN = ("embed_tokens.", "lm_head.", "router.")
 
 
@@ -49,7 +50,7 @@ def parameter_groups(
             groups[key]["parameter_names"].append(name)
     filled = [group for group in groups.values() if group["params"]]
     if not filled:
-        raise ConfigError("no parameter is left to train: every one is frozen")
+        raise ConfigError(_ALL_FROZEN)
     return filled
 
 
@@ -99,10 +100,14 @@ def freeze_parameters(model: nn.Module, options: OptimOptions) -> None:
             parameter.requires_grad_(False)
 
 
-def check_patterns(names: Iterable[str], options: OptimOptions) -> None:
-    """Raise `ConfigError` when a pattern of `optim.freeze` or `optim.rates` is the name of no parameter."""
-    names = list(names)
-    for key, patterns in (("freeze", options.freeze), ("rates", options.rates or {})):
+def check_patterns(names: Iterable[str], options: OptimOptions, also_frozen: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` for a pattern of `optim.freeze` or `optim.rates` that does nothing, and when all is
+    frozen.
+
+    `also_frozen`: patterns of what is frozen by other means, by a callback say.
+    """
+    names, rates = list(names), options.rates or {}
+    for key, patterns in (("freeze", options.freeze), ("rates", rates)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 # one line for all layers, and itself a pattern
@@ -110,6 +115,23 @@ def check_patterns(names: Iterable[str], options: OptimOptions) -> None:
                 raise ConfigError(
                     f"optim.{key}: no parameter is called {pattern}; the closest: {closest(pattern, known)}"
                 )
+    frozen = [*options.freeze, *also_frozen]
+    trained = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in frozen)]
+    if not trained:
+        raise ConfigError(_ALL_FROZEN)
+    for number, pattern in enumerate(rates):
+        left = [name for name in trained if fnmatchcase(name, pattern)]
+        if not left:
+            raise ConfigError(
+                f"optim.rates: every parameter called {pattern} is frozen ({', '.join(frozen)}) and has no "
+                "rate; take the pattern out, or train what it names"
+            )
+        before = list(rates)[:number]
+        if all(any(fnmatchcase(name, earlier) for earlier in before) for name in left):
+            raise ConfigError(
+                f"optim.rates: {pattern} never counts, since patterns before it ({', '.join(before)}) match "
+                "all that it does, and the first counts; put it before them"
+            )
 
 
 def refuse_other_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from trained_model import draw_gradients, small_model, snapshot
 
 from afmoe.errors import ConfigError
+from afmoe.model import iter_moe_blocks
 from afmoe.module import AfmoeModule
+from afmoe.moe.compute import ExpertShape
 from afmoe.moe.experts import Experts
 from afmoe.optim.groups import check_patterns, is_hidden_matrix, refuse_other_groups
 from afmoe.registry import build, configure
+from callbacks.freeze_router import FreezeRouter
 
 
 def optimizer_of(model: torch.nn.Module, name: str = "adamw", **options: Any) -> torch.optim.Optimizer:
@@ -64,10 +68,9 @@ def test_groups_hold_every_parameter_once_in_a_fixed_order(name: str) -> None:
 def test_biases_of_experts_are_no_matrices_although_they_have_rank_2() -> None:
     compute: Any = build(
         configure("moe/compute", "native"),
-        num_experts=4,
-        hidden_size=8,
-        intermediate_size=6,
-        activation="silu",
+        shape=ExpertShape(
+            num_experts=4, hidden_size=8, intermediate_size=6, activation="silu", has_bias=True
+        ),
     )
     experts = Experts(4, 8, 6, compute, has_bias=True)
     ranks = {name: parameter.ndim for name, parameter in experts.named_parameters()}
@@ -165,6 +168,35 @@ def test_pattern_of_no_parameter_is_refused_with_the_closest_names(key: str) -> 
     assert "model.layers.*.mlp.router.gate.weight" in str(error.value)
 
 
+def test_rates_without_effect_are_refused() -> None:
+    names = [name for name, _ in small_model().named_parameters()]
+
+    def refusal(*also_frozen: str, **options: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            check_patterns(names, configure("optim", {"name": "adamw", **options}), also_frozen)
+        return str(error.value)
+
+    rates = {"*.router.*": 0.1}
+    frozen = "optim.rates: every parameter called *.router.* is frozen"
+    assert frozen in refusal(freeze=["*.mlp.*"], rates=rates)
+    # by callbacks=freeze_router
+    assert frozen in refusal(FreezeRouter.frozen, rates=rates)
+    shadowed = {"*.mlp.*": 0.5, "*.router.*": 0.1}
+    assert "*.router.* never counts" in refusal(rates=shadowed)
+    assert "every one is frozen" in refusal(freeze=["*"])
+    # what is trained in part keeps its rate
+    options = {"name": "adamw", "freeze": ["model.layers.1.*"], "rates": dict(reversed(shadowed.items()))}
+    check_patterns(names, configure("optim", options))
+
+
+def test_the_pattern_of_freeze_router_names_what_it_freezes() -> None:
+    model = small_model()
+    for block in iter_moe_blocks(model):
+        FreezeRouter(FreezeRouter.Config()).prepare(block)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != fnmatchcase(name, FreezeRouter.frozen), name
+
+
 def test_factor_of_zero_and_a_text_are_refused() -> None:
     for rates in ({"*.router.*": 0}, {"*.router.*": "fast"}, {"*": True}):
         with pytest.raises(ConfigError, match=r"optim.rates: the factor of .* must be a positive number"):
@@ -182,9 +214,11 @@ def test_what_is_no_finite_number_is_refused(option: str, value: float) -> None:
 
 
 def test_all_frozen_is_refused() -> None:
-    module = module_of(small_model(), freeze=["*"])
     with pytest.raises(ConfigError, match="every one is frozen"):
-        optimizer_of(module.model)
+        module_of(small_model(), freeze=["*"])
+    model = small_model().requires_grad_(False)
+    with pytest.raises(ConfigError, match="every one is frozen"):
+        optimizer_of(model)
 
 
 def test_state_of_other_groups_is_refused() -> None:

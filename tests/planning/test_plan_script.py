@@ -150,6 +150,8 @@ def test_mistakes_are_one_line(plan: Callable[..., str]) -> None:
         ("model.num_exprts=8",): "num_experts",
         ("model.vocab_size=10",): "model.vocab_size=10 is smaller than the tokenizer",
         ("model.pretrained=nowhere",): "model.pretrained=nowhere",
+        ("optim.freeze=[zzz]",): "optim.freeze: no parameter is called zzz; the closest: ",
+        ("callbacks=[freeze_router]", "optim.rates={*.router.*:0.5}"): "*.router.* is frozen",
         ("--jsn",): "--jsn",
         ("-m",): "-m",
         ("--imbalance", "0.5"): "at least 1, got 0.5",

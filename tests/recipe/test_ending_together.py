@@ -112,6 +112,8 @@ def test_a_disk_that_fills_up_ends_every_rank_with_one_line(
     checkpoints = checkpoints_directory(tmp_path / "outputs" / "a")
     assert {path.name for path in checkpoints.iterdir()} == {"step-000002", "last"}
     assert damage(checkpoints / "step-000002") is None
+    # said of the whole model, not of a rank's share
+    assert "experts_decay: 6 tensors, 24,576 values" in stopped.out
     # the ranks still talked to each other
     assert metrics(tmp_path / "outputs" / "a")["status"] == "failed"
 

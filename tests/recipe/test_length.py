@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from afmoe.checkpoint.directory import whole_checkpoints
@@ -154,12 +156,70 @@ def test_early_stopping_ends_a_run_with_a_checkpoint_and_more_patience_continues
         ),
         (["faults.max_skipped_steps=0"], "at least 1"),
         (["trainer.max_tokens=0"], "at least 1"),
+        (["trainer.max_time=00:00:00:00"], "must be longer than 00:00:00:00"),
+        (["trainer.max_steps=-1"], "scheduler=wsd needs the length of the run"),
+        (["trainer.max_steps=-1", "trainer.max_time=00:01:00:00"], "needs the length of the run"),
+        (["trainer.max_steps=-1", "trainer.max_epochs=-1"], "needs the length of the run"),
+        (["trainer.limit_train_batches=0.0001"], "limit_train_batches=0.0001 is less than one of the"),
+        (["trainer.limit_val_batches=0.0001"], "limit_val_batches=0.0001 is less than one of the"),
+        (["optim.freeze=['*']"], "every one is frozen"),
+        (["attention=flex"], "attention=flex cannot train on a CPU"),
     ],
 )
-def test_what_cannot_work_is_one_line(sft: Run, overrides: list[str], message: str) -> None:
-    refused = sft(*TINY, "trainer.val_check_interval=2", *overrides)
-    assert refused.code == 1
-    assert message in refused.err.splitlines()[-1]
+def test_what_cannot_work_is_one_line_in_a_dry_run_too(sft: Run, overrides: list[str], message: str) -> None:
+    for more in ([], ["dry_run=true"]):
+        refused = sft(*TINY, "trainer.val_check_interval=2", *overrides, *more)
+        assert refused.code == 1
+        assert message in refused.err.splitlines()[-1]
+
+
+def test_a_run_without_end_is_for_a_schedule_without_end(sft: Run) -> None:
+    said = sft(*NO_STEPS, "scheduler=constant", "dry_run=true").out
+    assert "no limit; a step is" in said
+    assert "100 tokens; a step is" in sft(*NO_STEPS, "trainer.max_tokens=100", "dry_run=true").out
+
+
+def test_no_steps_are_a_validation_without_an_export_and_more_of_them_start_the_run(
+    sft: Run, tmp_path: Path
+) -> None:
+    run = tmp_path / "outputs" / "a"
+    none = sft(*TINY, "run_name=a", "trainer.max_steps=0")
+    assert none.code == 0, none.err
+    assert "no step was trained, so nothing is exported" in none.out + none.err
+    values = metrics(run)
+    assert (values["status"], values["train/steps"], values["train/loss"]) == ("finished", 0, None)
+    # of random weights: log 267
+    assert values["val/loss"] == pytest.approx(5.6, abs=0.1)
+    assert not (run / "export").exists()
+    again = sft(*TINY, "run_name=a", "trainer.max_steps=0")
+    assert "is finished at step 0" in again.out + again.err
+    assert sft(*TINY, "run_name=a", "trainer.max_steps=1").code == 0
+    assert metrics(run)["train/steps"] == 1
+    assert (run / "export").exists()
+
+
+def test_a_dry_run_counts_what_all_processes_do(sft: Run) -> None:
+    two = ["trainer.devices=2", "trainer/strategy=ddp", "trainer.accelerator=cpu"]
+    said = " ".join(sft(*TINY, *two, "dry_run=true").out.split())
+    assert "2 processes" in said
+    assert "a step is 4 packs of all 2 processes of up to 64 tokens" in said
+    # as one process with the same packs in a step
+    whole = " ".join(sft(*TINY, "data.batch_size=4", "dry_run=true").out.split())
+    labels = re.compile(r"([\d,]+) labels in the optimizer step")
+    assert labels.findall(said) == labels.findall(whole)
+
+
+def test_the_validation_of_the_last_weights_counts_for_the_best_checkpoint(sft: Run, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "a"
+    best = [*TINY, "run_name=a", "scheduler=constant", "checkpoint.best_metric=val/loss"]
+    # the only other one is before the first step, and the loss falls
+    assert sft(*best).code == 0
+    assert (run / "checkpoints" / "best").read_text() == "step-000004\n"
+    last = metrics(run)["val/loss"]
+    # what was the best is known where the run goes on
+    assert sft(*best, "trainer.max_steps=6", "checkpoint.every_n_steps=5").code == 0
+    state = torch.load(run / "checkpoints" / "step-000005" / "training_state.pt", weights_only=True)
+    assert state["callbacks"]["SaveCheckpoints"]["best_value"] == last
 
 
 @pytest.mark.slow
@@ -184,8 +244,8 @@ def test_the_best_checkpoint_is_kept_and_continues_like_any_other(sft: Run, tmp_
 
     best = [*validated, "checkpoint.best_metric=val/loss", "checkpoint.keep_last=1"]
     assert sft(*best, "run_name=c", "checkpoint.every_n_steps=9").code == 0
-    assert (outputs / "c" / "checkpoints" / "best").read_text() == "step-000008\n"
-    assert steps_of(outputs / "c") == [8, 9]
+    assert (outputs / "c" / "checkpoints" / "best").read_text() == "step-000009\n"
+    assert steps_of(outputs / "c") == [9]
 
 
 def test_a_run_continues_from_the_end_of_an_epoch_at_which_a_validation_was_due(
