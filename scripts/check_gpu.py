@@ -1,7 +1,7 @@
 """Are the expert kernels right on this GPU, and how fast are they? Under 8 minutes, right or wrong first.
 
     python scripts/check_gpu.py                      # everything, about 6 minutes
-    python scripts/check_gpu.py --quick              # right or wrong only, about a minute
+    python scripts/check_gpu.py --quick              # right or wrong only, 2 to 3 minutes of compiling
     python scripts/check_gpu.py --json gpu.json
 
 Exits with 1 when a figure is beyond its bound. Speed decides nothing: marks are printed as reached or missed.
@@ -15,9 +15,12 @@ import json
 import logging
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_speed import SHAPES, compute_of, layer_operands, measure_everything
@@ -28,6 +31,9 @@ from afmoe.errors import ScriptParser, script_errors
 from afmoe.hardware import Hardware, detect_hardware
 from afmoe.moe.compute import ExpertShape
 from afmoe.registry import configure, find
+
+if TYPE_CHECKING:
+    from afmoe.moe.compute.kernels.contract import ProjectionCase
 
 # bf16 rounds a result by 1.7e-3, and so much is left to fp8 in fp32, because the tensor cores of sm_90 add
 # its products with fewer than 32 bits. Operands that are not quantized would be within 4e-3 of exact, so
@@ -53,6 +59,21 @@ class Report:
         word = "right" if is_right else "WRONG"
         print(f"{word}  {name:58s} {value:9.2e}  [{lowest:g}, {highest:g}]", flush=True)
 
+    @contextmanager
+    def going_on(self, name: str) -> Iterator[None]:
+        """Checks that break are wrong, and the next ones are made."""
+        try:
+            yield
+        # whatever it is (torch, triton's compiler, the driver): what the other formats would have shown is
+        # worth more than an early end, because time on a GPU is short
+        except Exception as error:
+            traceback.print_exc()
+            self.check(f"{name}, broken: {type(error).__name__}", float("nan"), 0, 0)
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            write_text(path, json.dumps(asdict(self), indent=2) + "\n")
+
 
 def main() -> None:
     options = read_options()
@@ -67,6 +88,8 @@ def main() -> None:
     if hardware.has_triton:
         check_kernels(report, device, formats_for(hardware))
         check_no_waiting(report, hardware, device)
+        # in case that the time ends before the measurements do
+        report.write(options.json)
         if not options.quick:
             deadline = started + DEADLINE_SECONDS
             speed = measure_everything(device, hardware, choices_for(hardware), SHAPES, deadline)
@@ -79,8 +102,7 @@ def main() -> None:
         )
     for line in report.left_out:
         print(f"not checked: {line}")
-    if options.json is not None:
-        write_text(options.json, json.dumps(asdict(report), indent=2) + "\n")
+    report.write(options.json)
     num_wrong = sum(not check["right"] for check in report.checks)
     print(f"{len(report.checks)} checks, {num_wrong} wrong, {time.monotonic() - started:.0f} s")
     sys.exit(num_wrong > 0)
@@ -137,13 +159,14 @@ def check_plugins(report: Report, hardware: Hardware, device: torch.device) -> N
     reference = compute_of("reference", *sizes, hardware)
     expected = run_layer(reference, [t.double() for t in operands], offsets_L, grad_RD)
     for name, choice in choices_for(hardware).items():
-        actual = run_layer(compute_of(choice, *sizes, hardware), operands, offsets_L, grad_RD)
-        for what, value in actual.items():
-            report.check(f"plugin {name}, {what}", deviation(value, expected[what]), *LAYER[name])
-        padding = sum(int((actual[what][sum(COUNTS) :] != 0).sum()) for what in ("y", "gradient of x"))
-        experts = [e for e, count in enumerate(COUNTS) if count == 0]
-        empty = int((actual["gradient of up"][experts] != 0).sum())
-        report.check(f"plugin {name}, values of padding and empty experts", padding + empty, 0, 0)
+        with report.going_on(f"plugin {name}"):
+            actual = run_layer(compute_of(choice, *sizes, hardware), operands, offsets_L, grad_RD)
+            for what, value in actual.items():
+                report.check(f"plugin {name}, {what}", deviation(value, expected[what]), *LAYER[name])
+            padding = sum(int((actual[what][sum(COUNTS) :] != 0).sum()) for what in ("y", "gradient of x"))
+            experts = [e for e, count in enumerate(COUNTS) if count == 0]
+            empty = int((actual["gradient of up"][experts] != 0).sum())
+            report.check(f"plugin {name}, values of padding and empty experts", padding + empty, 0, 0)
 
 
 def check_kernels(report: Report, device: torch.device, formats: list[str]) -> None:
@@ -154,21 +177,28 @@ def check_kernels(report: Report, device: torch.device, formats: list[str]) -> N
         projection = projection_case(size_k, size_n, device)
         exact = contract.products_as_written(contract.Exact(), projection)
         for name in formats:
-            where = f"{name} {size_k}x{size_n}"
-            make_products, written = contract.FORMATS[name]
-            if name in ("fp8", "fp8-ue8m0", "mxfp8"):
-                for what, (stored, wanted) in contract.stored_copies(name, projection).items():
-                    report.check(f"{where}, {what}, different", contract.num_different(stored, wanted), 0, 0)
-            as_written = contract.products_as_written(written, projection)
-            for dtype in (torch.float32, torch.bfloat16):
-                values = contract.products_of_kernels(make_products(), projection, dtype)
-                highest = FP32_RESULT if (name, dtype) == ("bf16", torch.float32) else BF16_RESULT
-                for what, wanted in as_written.items():
-                    value = values[what][: len(wanted)]
-                    report.check(f"{where}, {what} in {dtype}", deviation(value, wanted), 0, highest)
-                    if name != "bf16" and (name, what) != ("fp8-wgrad-bf16", "weight gradient"):
-                        off_exact = deviation(value, exact[what])
-                        report.check(f"{where}, {what} against fp64", off_exact, *QUANTIZED)
+            with report.going_on(f"{name} {size_k}x{size_n}"):
+                check_format(report, name, projection, exact, f"{name} {size_k}x{size_n}")
+
+
+def check_format(
+    report: Report, name: str, projection: ProjectionCase, exact: dict[str, Tensor], where: str
+) -> None:
+    from afmoe.moe.compute.kernels import contract
+
+    make_products, written = contract.FORMATS[name]
+    if name in ("fp8", "fp8-ue8m0", "mxfp8"):
+        for what, (stored, wanted) in contract.stored_copies(name, projection).items():
+            report.check(f"{where}, {what}, different", contract.num_different(stored, wanted), 0, 0)
+    as_written = contract.products_as_written(written, projection)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = contract.products_of_kernels(make_products(), projection, dtype)
+        highest = FP32_RESULT if (name, dtype) == ("bf16", torch.float32) else BF16_RESULT
+        for what, wanted in as_written.items():
+            value = values[what][: len(wanted)]
+            report.check(f"{where}, {what} in {dtype}", deviation(value, wanted), 0, highest)
+            if name != "bf16" and (name, what) != ("fp8-wgrad-bf16", "weight gradient"):
+                report.check(f"{where}, {what} against fp64", deviation(value, exact[what]), *QUANTIZED)
 
 
 def check_no_waiting(report: Report, hardware: Hardware, device: torch.device) -> None:
@@ -176,23 +206,24 @@ def check_no_waiting(report: Report, hardware: Hardware, device: torch.device) -
     sizes = (len(COUNTS), 256, 384)
     case = layer_operands(*sizes, torch.tensor(COUNTS), torch.bfloat16, device)
     for name, choice in choices_for(hardware).items():
-        compute = compute_of(choice, *sizes, hardware)
-        run_layer(compute, *case)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with report.going_on(f"plugin {name}, waiting"):
+            compute = compute_of(choice, *sizes, hardware)
             run_layer(compute, *case)
-            waits = 0
-        except RuntimeError as error:
-            waits = 1
-            print(f"       {name}: {str(error).splitlines()[0]}")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        # torch's own grouped products may wait (see moe/compute=native)
-        report.check(f"plugin {name}, times that the host waits for the GPU", waits, 0, name == "native")
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run_layer(compute, *case)
+                waits = 0
+            except RuntimeError as error:
+                waits = 1
+                print(f"       {name}: {str(error).splitlines()[0]}")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            # torch's own grouped products may wait (see moe/compute=native)
+            report.check(f"plugin {name}, times that the host waits for the GPU", waits, 0, name == "native")
 
 
-def projection_case(size_k: int, size_n: int, device: torch.device) -> Any:
+def projection_case(size_k: int, size_n: int, device: torch.device) -> ProjectionCase:
     from afmoe.moe.compute.kernels.contract import ProjectionCase
 
     num_rows = sum(COUNTS) + 130

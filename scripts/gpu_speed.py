@@ -7,6 +7,7 @@ everything that is compared. A figure is the median of about 100 ms of repetitio
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -137,8 +138,10 @@ def measure_everything(
             measure_products(speed, shape, counts, device, [name for name in choices if name != "native"])
             if shape.expert_ranks == 1:
                 measure_blocks(speed, shape, device, hardware, choices)
-        except torch.cuda.OutOfMemoryError:
-            speed.left_out.append(f"the rest of the speed of {shape.name}: out of memory")
+        # whatever it is, out of memory above all: the other shapes are worth the time that is left
+        except Exception as error:
+            traceback.print_exc()
+            speed.left_out.append(f"the rest of the speed of {shape.name}: {type(error).__name__}")
         torch.cuda.empty_cache()
     set_marks(speed, shapes)
     return speed
@@ -190,6 +193,7 @@ def measure_products(
     speed: Speed, shape: Shape, counts: Tensor, device: torch.device, formats: list[str]
 ) -> None:
     """Each product of the up projection, of torch and of each format, and what storing its operands takes."""
+    from afmoe.moe.compute.kernels.bf16 import Bf16Products
     from afmoe.moe.compute.kernels.contract import FORMATS
     from afmoe.moe.compute.kernels.layout import TileLayout
 
@@ -208,8 +212,12 @@ def measure_products(
         speed.time(shape.name, f"torch grouped_mm, {what}", run, flops=flops)
     speed.time(shape.name, "tile layout", lambda: TileLayout.of(offsets_L, shape.num_rows))
     layout = TileLayout.of(offsets_L, shape.num_rows)
-    for name in formats:
-        products = FORMATS[name][0]()
+    makers = {name: FORMATS[name][0] for name in formats}
+    if "bf16" in makers:
+        # with one program a multiprocessor and a stage of copies more
+        makers["bf16 alone"] = lambda: Bf16Products(fits_twice=False)
+    for name, make_products in makers.items():
+        products = make_products()
         weight = products.store_weight(w_LNK, transposed=True)
         x_rows, x_columns = products.store(x_RK, layout, rows=True, columns=True)
         grad_rows, grad_columns = products.store(grad_RN, layout, rows=True, columns=True)
@@ -226,7 +234,7 @@ def measure_products(
         }
         for what, run in own_products.items():
             speed.time(shape.name, f"{name}, {what}", run, flops=flops)
-        if name != "bf16":
+        if name in ("fp8", "mxfp8"):
             # two bytes read and two codes written a value
             speed.time(
                 shape.name,

@@ -38,6 +38,14 @@ class Bf16Products:
 
     columns_are_rows = True
 
+    def __init__(self, *, fits_twice: bool = True) -> None:
+        self.fits_twice = fits_twice
+
+    @property
+    def options(self) -> dict[str, Any]:
+        # at most 128 registers with eight warps, ahead of time for sm_90 and sm_100
+        return product_options(_BYTES_PER_STAGE, fits_twice=self.fits_twice)
+
     def store_weight(self, w_LNK: Tensor, *, transposed: bool) -> Weight:
         w_LNK = _stored(w_LNK, num_dims=2)
         return Weight(forward=(w_LNK,), transposed=(w_LNK.transpose(1, 2),) if transposed else ())
@@ -53,7 +61,7 @@ class Bf16Products:
     def multiply(self, pairs: Sequence[tuple[Stored, Stored]], layout: TileLayout, out_RN: Tensor) -> Tensor:
         (x_RK,), (w_LNK,) = pairs[0]
         sizes = (x_RK.shape[1], *w_LNK.stride())
-        return launch_multiply(_multiply_kernel, pairs, layout, out_RN, *sizes, STEP=_STEP, **_options())
+        return launch_multiply(_multiply_kernel, pairs, layout, out_RN, *sizes, STEP=_STEP, **self.options)
 
     def weight_gradient(
         self, grad_columns: Stored, x_columns: Stored, layout: TileLayout, out_LNK: Tensor
@@ -65,13 +73,8 @@ class Bf16Products:
             layout.offsets_L,
             out_LNK,
             STEP=_STEP,
-            **_options(),
+            **self.options,
         )
-
-
-def _options() -> dict[str, Any]:
-    # at most 128 registers with eight warps, ahead of time for sm_90 and sm_100
-    return product_options(_BYTES_PER_STAGE, fits_twice=True)
 
 
 def _stored(x: Tensor, num_dims: int) -> Tensor:
