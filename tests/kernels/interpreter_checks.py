@@ -218,7 +218,7 @@ def _saved_bytes_a_row(compute: KernelExperts) -> float:
     case.gate_LFD.requires_grad_()
     source = RowSource(tokens_TD, token_of_row_R)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute(case.x_RD, case.offsets_L, *weights, source)
+        compute(case.x_RD, case.offsets_L, *weights, source=source)
     return sum(sizes) / case.num_rows
 
 
@@ -228,7 +228,7 @@ def _check_gathered_again(compute: KernelExperts, case: Case) -> Figures:
     tokens_TD = torch.empty_like(case.x_RD).index_copy_(0, order_R, case.x_RD)
     source = RowSource(tokens_TD, order_R)
     given = outputs_and_gradients(compute, case)
-    gathered = outputs_and_gradients(lambda *operands: compute(*operands, source), case)
+    gathered = outputs_and_gradients(partial(compute, source=source), case)
     return {"gathered again, wrong": sum(int((gathered[key] != given[key]).sum()) for key in given)}
 
 
@@ -240,23 +240,18 @@ def check_compiled(name: str) -> Figures:
         layers = [KernelExperts(FORMATS[name][0]()) for _ in range(3)]
         torch.compiler.reset()
         # a backend without code generation: needs no C++ compiler
-        compiled = torch.compile(_call, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(KernelExperts.__call__, fullgraph=True, backend="aot_eager")
         for number, (case, layer) in enumerate(zip((*cases, cases[0]), layers, strict=True)):
             source = None
             if gathered:
                 order_R = torch.randperm(case.x_RD.shape[0])
                 source = RowSource(torch.empty_like(case.x_RD).index_copy_(0, order_R, case.x_RD), order_R)
-            expected = outputs_and_gradients(partial(_call, layer, source), case)
+            expected = outputs_and_gradients(partial(layer, source=source), case)
             with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
-                found = outputs_and_gradients(partial(compiled, layer, source), case)
+                found = outputs_and_gradients(partial(compiled, layer, source=source), case)
             for key, value in found.items():
                 figures[f"{key} {number} {dtype} {gathered}, wrong"] = num_different(value, expected[key])
     return figures
-
-
-def _call(layer: KernelExperts, source: RowSource | None, *operands: Tensor) -> Tensor:
-    x_RD, offsets_L, gate_LFD, up_LFD, down_LDF = operands
-    return layer(x_RD, offsets_L, gate_LFD, up_LFD, down_LDF, source)
 
 
 def _in_bf16(compute: KernelExperts) -> Callable[..., Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from afmoe.moe.activations import activation_named
@@ -17,15 +19,9 @@ class KernelExperts:
         self.node = ExpertNode(KernelMlp(activation_named(activation), form, lambda: products))
 
     def __call__(
-        self,
-        x_RD: Tensor,
-        offsets_L: Tensor,
-        gate_LFD: Tensor | None,
-        up_LFD: Tensor,
-        down_LDF: Tensor,
-        source: RowSource | None = None,
+        self, x_RD: Tensor, offsets_L: Tensor, *gate_up_down: Any, source: RowSource | None = None
     ) -> Tensor:
-        return self.node(x_RD, offsets_L, ExpertWeights(gate_LFD, up_LFD, down_LDF), source)
+        return self.node(x_RD, offsets_L, ExpertWeights(*gate_up_down), source)
 
     def on_weights_updated(self) -> None:
         self.node.on_weights_updated()

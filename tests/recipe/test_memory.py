@@ -69,12 +69,15 @@ def test_a_mistake_is_one_line(sft: Run, override: str, message: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cxx_compiler(), reason="needs a C++ compiler")
-def test_compiled_layers_train_validate_and_export_as_others_do(sft: Run, tmp_path: Path) -> None:
+# measured 2e-7, and 1.8e-5 in fp8, where a value that is rounded otherwise may cross the border of two codes
+@pytest.mark.parametrize(("compute", "tolerance"), [("native", 1e-5), ("fp8", 6e-5)])
+def test_compiled_layers_train_validate_and_export_as_others_do(
+    sft: Run, tmp_path: Path, compute: str, tolerance: float
+) -> None:
     losses, names = {}, {}
     for name, compiled in (("eager", "false"), ("compiled", "true")):
-        result = sft(
-            *TINY, f"run_name={name}", f"memory.compile_layers={compiled}", "trainer.val_check_interval=2"
-        )
+        choices = (f"moe/compute={compute}", f"memory.compile_layers={compiled}")
+        result = sft(*TINY, f"run_name={name}", *choices, "trainer.val_check_interval=2")
         assert result.code == 0, result.err
         run = tmp_path / "outputs" / name
         metrics = json.loads((run / "metrics.json").read_text())
@@ -82,5 +85,4 @@ def test_compiled_layers_train_validate_and_export_as_others_do(sft: Run, tmp_pa
         names[name] = weights(run).keys()
         assert (run / "export" / "model.safetensors").is_file()
     assert names["compiled"] == names["eager"]
-    # measured 2e-7
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-5)
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=tolerance)
