@@ -9,8 +9,6 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,19 +40,23 @@ def load_library() -> ctypes.CDLL:
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _room_to_build(path.parent) as folder:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
                 # a name of its own, then renamed: ranks of one job build at the same time
-                _build(compiler, folder).replace(path)
+                _build(compiler, Path(folder)).replace(path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise MachineError(
-            f"the CPU kernels built by {compiler} cannot be kept or loaded: {error}"
+            f"the CPU kernels built by {compiler} cannot be kept or loaded ({error}); set XDG_CACHE_HOME to "
+            "a folder that holds programs"
         ) from error
 
 
 def cache_directory() -> Path:
     """`afmoe` in the user's cache: `XDG_CACHE_HOME`, else `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "afmoe"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "afmoe"
+    except RuntimeError as error:
+        raise MachineError("the CPU kernels need a home directory, or XDG_CACHE_HOME") from error
 
 
 def _fingerprint(compiler: str) -> str:
@@ -69,12 +71,6 @@ def _processor_features() -> str:
     information = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     # x86 has `flags`, Arm `Features`; the model decides what -march=native tunes for
     return "\n".join(re.findall(r"^(?:flags|Features|model|CPU part)\s*:.*$", information, re.MULTILINE)[:4])
-
-
-@contextmanager
-def _room_to_build(directory: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=directory, prefix="building-") as folder:
-        yield Path(folder)
 
 
 def _build(compiler: str, folder: Path) -> Path:
