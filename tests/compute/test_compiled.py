@@ -174,7 +174,10 @@ def test_all_layers_share_a_graph_and_so_do_copies_of_the_model(name: str):
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_graph_quantizes_weights_once_a_step_and_sees_the_step(name: str, is_recomputed: bool):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_weights_are_quantized_once_a_step_and_the_step_is_seen(
+    name: str, is_recomputed: bool, is_compiled: bool
+):
     case = make_case((40, 0, 24))
     model = Layers(name, case, 1)
     experts: Any = model.experts[0]
@@ -193,7 +196,8 @@ def test_a_graph_quantizes_weights_once_a_step_and_sees_the_step(name: str, is_r
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(mlp), "store", count)
-        model.compile_layers()
+        if is_compiled:
+            model.compile_layers()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(3):
             # two micro-batches, both forwards first

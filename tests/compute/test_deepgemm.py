@@ -137,6 +137,21 @@ def test_empty_experts_and_padding_rows_get_exactly_zero(
             assert (actual[key][expert] == 0).all() == (count == 0), (key, expert)
 
 
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_in_a_compiled_graph_it_gives_the_same_bits_whatever_the_counts(
+    deep_gemm: ModuleType, wgrad: str
+) -> None:
+    cases = [make_case(counts, **SIZES).to(torch.bfloat16) for counts in (COUNTS[0], COUNTS[0][::-1])]
+    plugin = build_deepgemm(gpu(9, 0), wgrad)
+    torch.compiler.reset()
+    compiled = torch.compile(plugin.__call__, fullgraph=True, backend="aot_eager")
+    for case, stance in zip(cases, ("default", "fail_on_recompile"), strict=True):
+        expected = outputs_and_gradients(plugin, case)
+        with torch.compiler.set_stance(stance):
+            found = outputs_and_gradients(compiled, case)
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_weights_are_quantized_once_until_told_that_they_changed(deep_gemm: ModuleType) -> None:
     case = make_case(COUNTS[0], **SIZES)
     compute = build_deepgemm(gpu(9, 0))

@@ -125,6 +125,16 @@ def test_the_gradient_of_one_operand_alone_equals_the_one_among_all(
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["native", "grouped_mm", "bf16", "fp8", "mxfp8"])
+def test_a_second_derivative_is_refused(name: str) -> None:
+    case = make_case((40, 0, 24))
+    case.x_RD.requires_grad_()
+    y_RD = compute_named(name, case)(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
+    (gradient,) = torch.autograd.grad(y_RD.square().sum(), case.x_RD, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["reference", "native", "grouped_mm", "fp8", "mxfp8"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "mish"])
 def test_every_activation_reaches_outputs_and_gradients(name: str, activation: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,21 @@ def test_other_weights_are_never_taken_for_the_cached_ones(name: str) -> None:
         fresh = build_compute(name, case)
         assert torch.equal(y_RD, fresh(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, down_LDF))
         del down_LDF
+
+
+@each_format
+def test_two_forwards_before_their_backwards_each_get_the_gradients_of_their_weights(name: str) -> None:
+    case = make_case((40, 0, 24))
+    compute = build_compute(name, case)
+    other = replace(case, down_LDF=case.down_LDF.flip(0))
+    leaves = [each.x_RD.clone().requires_grad_() for each in (case, other)]
+    outputs = [
+        compute(leaf, each.offsets_L, each.gate_LFD, each.up_LFD, each.down_LDF)
+        for leaf, each in zip(leaves, (case, other), strict=True)
+    ]
+    for leaf, output, each in zip(leaves, outputs, (case, other), strict=True):
+        (gradient,) = torch.autograd.grad(output, leaf, case.grad_y_RD)
+        assert torch.equal(gradient, outputs_and_gradients(build_compute(name, each), each)["x_RD"])
 
 
 @each_format

@@ -82,6 +82,23 @@ def test_a_layer_keeps_at_most_three_fifths_of_the_plain_formulation(name: str) 
     assert ours <= 0.6 * theirs
 
 
+@pytest.mark.parametrize("name", ["native", "fp8", "mxfp8"])
+def test_experts_whose_first_weights_are_frozen_keep_no_rows(name: str) -> None:
+    experts, _ = our_layer(name)
+    offsets_E = torch.arange(1, E + 1, dtype=torch.int32) * (T // E)
+
+    def layer(tokens_TD: Tensor) -> Tensor:
+        # rows of its own, which would be kept
+        return experts(tokens_TD * 2.0, offsets_E)
+
+    trained = saved_bytes_per_token(layer, *experts.parameters())
+    for weight in (experts.gate_proj, experts.up_proj):
+        assert weight is not None
+        weight.requires_grad_(False)
+    frozen = saved_bytes_per_token(layer, *experts.parameters())
+    assert trained - frozen == pytest.approx(4 * D)
+
+
 @pytest.mark.parametrize("name", ["reference", "native", "bf16", "fp8", "mxfp8"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rows_gathered_again_in_backward_are_the_rows_of_forward(name: str, autocast: bool) -> None:

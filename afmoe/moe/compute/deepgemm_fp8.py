@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -110,14 +110,16 @@ class DeepGemmMlp(ExpertMlp):
         return out_SN
 
     def weight_gradients(
-        self, pairs: Sequence[tuple[Tensor, Tensor] | None], layout: AlignedRows, dtype: torch.dtype
+        self, pairs: Sequence[tuple[Tensor, Tensor | None]], layout: AlignedRows, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """grad.T @ x per expert, for each pair (grad [S, N], x [S, K])."""
+        """grad.T @ x per expert, for each pair (grad [S, N], x [S, K]) that has an x."""
         if self.wgrad == "bf16":
             ends_L = layout.num_slots_L.cumsum(0).to(torch.int32)
-            return [pair and _bf16_weight_gradient(*pair, ends_L).to(dtype) for pair in pairs]
-        num_slots = layout.num_slots_L.tolist()
-        return [pair and self.weight_gradient(*pair, layout, num_slots).to(dtype) for pair in pairs]
+            multiply = partial(_bf16_weight_gradient, ends_L=ends_L)
+        else:
+            num_slots = layout.num_slots_L.tolist()
+            multiply = partial(self.weight_gradient, layout=layout, num_slots=num_slots)
+        return [None if x_SK is None else multiply(grad_SN, x_SK).to(dtype) for grad_SN, x_SK in pairs]
 
     def weight_gradient(
         self, grad_SN: Tensor, x_SK: Tensor, layout: AlignedRows, num_slots: list[int]
@@ -169,12 +171,15 @@ class DeepGemmMlp(ExpertMlp):
             grad_x_RD = layout.gather(grad_x_SD).to(given.grad_y_RD.dtype)
         grads: list[Tensor | None] = [None] * 6
         if any(given.needed[1:4]):
-            x_SD = layout.spread(given.rows.all())
-            pairs = [(grad_gated_SF, x_SD), (grad_raised_SF, x_SD), (grad_y_SD, hidden_SF)]
-            wanted = [
-                pair if is_needed else None for pair, is_needed in zip(pairs, given.needed[1:4], strict=True)
+            needs_gate, needs_up, needs_down = given.needed[1:4]
+            # for nothing else x is kept
+            x_SD = layout.spread(given.rows.all()) if needs_gate or needs_up else None
+            pairs = [
+                (grad_gated_SF, x_SD if needs_gate else None),
+                (grad_raised_SF, x_SD if needs_up else None),
+                (grad_y_SD, hidden_SF if needs_down else None),
             ]
-            grads[:3] = self.weight_gradients(wanted, layout, given.weights.up_LFD.dtype)
+            grads[:3] = self.weight_gradients(pairs, layout, given.weights.up_LFD.dtype)
         return [grad_x_RD, *grads]
 
 

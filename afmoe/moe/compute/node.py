@@ -63,7 +63,7 @@ class ExpertMlp(ABC):
 
     def keeps_rows(self, given: Forward) -> bool:
         """Whether backward wants x, or where it was gathered from, beside what `forward` saves."""
-        return True
+        return given.trains_first
 
     @abstractmethod
     def forward(self, given: Forward, stored: Any) -> tuple[Tensor, list[Tensor]]:

@@ -33,7 +33,7 @@ def backward_by_grouped_mm(
 ) -> list[Tensor | None]:
     """Gradients of x and the six weights, where `needed`."""
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needed
-    grad_y_RD, x_RD = grad_y_RD.contiguous(), x.all()
+    grad_y_RD = grad_y_RD.contiguous()
     grad_hidden_RF = F.grouped_mm(grad_y_RD, weights.down_LDF, offs=offsets_L)
     hidden_RF, grad_products = activation.hidden_backward(grad_hidden_RF, *products_RF)
     grad_gate_RF, grad_up_RF = grad_products[0], grad_products[-1]
@@ -44,10 +44,16 @@ def backward_by_grouped_mm(
             grad_x_RD = part_RD if grad_x_RD is None else grad_x_RD.add_(part_RD)
         assert grad_x_RD is not None
         _zero_padding_rows(grad_x_RD, offsets_L)
+    grad_gate_LFD = grad_up_LFD = None
+    # for nothing else x is kept
+    if needs_gate or needs_up:
+        x_RD = x.all()
+        grad_gate_LFD = _weight_gradient(grad_gate_RF, x_RD, offsets_L) if needs_gate else None
+        grad_up_LFD = _weight_gradient(grad_up_RF, x_RD, offsets_L) if needs_up else None
     return [
         grad_x_RD,
-        _weight_gradient(grad_gate_RF, x_RD, offsets_L) if needs_gate else None,
-        _weight_gradient(grad_up_RF, x_RD, offsets_L) if needs_up else None,
+        grad_gate_LFD,
+        grad_up_LFD,
         _weight_gradient(grad_y_RD, hidden_RF, offsets_L) if needs_down else None,
         _bias_gradient(grad_gate_RF, offsets_L) if needs_gate_bias else None,
         _bias_gradient(grad_up_RF, offsets_L) if needs_up_bias else None,

@@ -51,7 +51,7 @@ class KernelMlp(ExpertMlp):
     def keeps_rows(self, given: Forward) -> bool:
         # bf16 rows are their own copy, and an operator must not give back what it was given
         is_copy = given.source is not None or given.x_RD.dtype == torch.bfloat16
-        return given.trains_first and self.products.columns_are_rows and is_copy
+        return super().keeps_rows(given) and self.products.columns_are_rows and is_copy
 
     def forward(self, given: Forward, stored: list[Weight]) -> tuple[Tensor, list[Tensor]]:
         x_RD, products, (*first, down) = given.x_RD, self.products, stored
