@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import platform
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -111,13 +110,18 @@ def _end_started_ranks(trainer: pl.Trainer, error: BaseException) -> None:
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return
+    started = list(launcher.procs)
+    # Lightning watches them by this list, and would kill this process too
+    launcher.procs.clear()
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     # one of them ended by itself, and has yet to say why
     while is_peer_lost(error) and time.monotonic() < deadline:
-        if any(process.poll() is not None for process in launcher.procs):
+        if any(process.poll() is not None for process in started):
             break
         time.sleep(0.1)
-    launcher.kill(signal.SIGKILL)
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def finish(
