@@ -41,7 +41,8 @@ BACKEND = "aot_eager"
 @pytest.mark.parametrize("trained", ["all", "x", "weights"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_the_operator_keeps_what_torch_asks_of_one(mlp: ExpertMlp, trained: str, gathered: bool):
-    case, node = make_case((0, 5, 3), num_padding_rows=2), ExpertNode(mlp)
+    # without padding rows: what is saved of those is undefined, and would be compared
+    case, node = make_case((0, 5, 3)), ExpertNode(mlp)
     operands = [case.x_RD, case.gate_LFD, case.up_LFD, case.down_LDF]
     for operand in {"all": operands, "x": operands[:1], "weights": operands[1:]}[trained]:
         operand.requires_grad_()
@@ -49,8 +50,7 @@ def test_the_operator_keeps_what_torch_asks_of_one(mlp: ExpertMlp, trained: str,
     source = (torch.randn(6, case.x_RD.shape[1]), token_of_row_R) if gathered else (None, None)
     flags = (True, trained != "x", node.form, node.key)
     inputs = (*operands, None, None, None, case.offsets_L, *source, *flags)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.afmoe.expert_mlp.default, inputs, test_utils=checks)
+    torch.library.opcheck(torch.ops.afmoe.expert_mlp.default, inputs)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
