@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import resource
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from afmoe.checkpoint.deferred import DeferredTensor, deferred_tensors
 from afmoe.checkpoint.directory import checkpoint_name, checkpoints_directory
+from afmoe.checkpoint.lightning_io import RunCheckpointIO
 from afmoe.checkpoint.run import read_checkpoint, take_part, write_checkpoint
 from afmoe.checkpoint.state_file import write_state
+from afmoe.endings import NotSaved
 
 
 class Maker:
@@ -91,6 +95,21 @@ def test_another_rank_makes_the_same_tensors_in_the_same_order():
     take_part(states(maker.deferred))
     assert maker.made == ORDER
     assert maker.most_alive == 1
+
+
+@pytest.mark.parametrize("bytes_left", [0, 300, 3000])
+def test_on_a_full_disk_the_rank_that_writes_still_makes_what_the_others_make(tmp_path, bytes_left):
+    path = checkpoints_directory(tmp_path) / checkpoint_name(5)
+    maker = Maker()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
+    try:
+        with pytest.raises(NotSaved, match="File too large"):
+            RunCheckpointIO().save_checkpoint(states(maker.deferred), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert maker.made == ORDER
+    assert not list(path.parent.iterdir())
 
 
 def test_the_state_file_is_the_one_of_torch(tmp_path):
