@@ -1,8 +1,9 @@
 """Triton kernels of the expert compute, and why they may not run on a machine.
 
-Importing this package needs neither triton nor a GPU; its modules need triton. A layer is one autograd node
-(`autograd`) over the grouped products of one format (`bf16`, `fp8`, `mxfp8`). Nothing waits for the GPU: the
-tiles are laid out on the device (`layout`) and launches are sized by a bound.
+Importing this package needs neither triton nor a GPU; its modules need triton. A layer is one `mlp` over the
+grouped products of one format (`bf16`, `fp8`, `mxfp8`), which share what a program works on (`tiles`) and how
+it is launched (`launch`). Nothing waits for the GPU: the tiles are laid out on the device (`layout`) and
+launches are sized by a bound.
 """
 
 from __future__ import annotations
