@@ -25,7 +25,7 @@ def test_muon_learns_the_main_job_as_well_as_adamw(
 ) -> None:
     result = sft_process("optim=muon", "run_name=muon", "trainer.enable_progress_bar=false", timeout=2300)
     assert result.code == 0, result.err
-    # measured 0.996, AdamW 0.980
+    # measured 0.992, AdamW 0.980
     assert metrics(tmp_path / "outputs" / "muon")["val/reverse_exact"] >= 0.97
 
 
