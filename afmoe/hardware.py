@@ -100,13 +100,25 @@ def has_cxx_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", default)) is not None and headers.is_file()
 
 
-def c_compiler() -> str | None:
-    """Path of `CC`, else of gcc or cc; None where there is none, or no Linux."""
+def c_compiler() -> list[str] | None:
+    """Command of `CC` (a path, or a program with options), else of gcc or cc; None without, or no Linux."""
     # elsewhere torch brings another OpenMP than gcc's
     if platform.system() != "Linux":
         return None
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc"]
-    return next((path for path in map(shutil.which, names) if path), None)
+    wanted = os.environ.get("CC", "").strip()
+    for name, *options in [[wanted], wanted.split()] if wanted else [["gcc"], ["cc"]]:
+        path = shutil.which(name)
+        if path is not None:
+            return [path, *options]
+    return None
+
+
+def c_compiler_remedy() -> str:
+    """What to do where `c_compiler` finds none."""
+    wanted = os.environ.get("CC", "").strip()
+    if platform.system() == "Linux" and wanted:
+        return f"CC={wanted} is no program here; correct it, or unset it where gcc is installed"
+    return "install gcc, or set CC (Linux only)"
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -1,19 +1,14 @@
-"""The kernels in C: products against fp64, and the library that is built once."""
+"""The kernels in C: products against fp64."""
 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from expert_cases import needs_compiler
 from torch import Tensor
 
-from afmoe.errors import MachineError
-from afmoe.moe.cpu_kernels import library
 from afmoe.moe.cpu_kernels.kernels import CpuKernels, cpu_kernels
 
 pytestmark = needs_compiler
@@ -115,39 +110,3 @@ def test_a_broken_number_stays_with_its_expert(kernels: CpuKernels) -> None:
     kernels.weight_gradient(out_RN, x_RK, experts_N3, out_LNK=out_LNK)
     assert torch.equal(out_RN.isnan().any(1).nonzero().flatten(), torch.tensor([3]))
     assert out_LNK.isnan().flatten(1).any(1).tolist() == [True, False]
-
-
-def test_a_compiler_that_fails_is_named_with_what_it_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = tmp_path / "broken-cc"
-    compiler.write_text("#!/bin/sh\necho 'x.c:1: error: no such machine' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(MachineError, match=r"broken-cc could not build.*no such machine"):
-        library.load_library.__wrapped__()
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(MachineError, match="no C compiler"):
-        library.load_library.__wrapped__()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "afmoe").write_text("a file where the folder should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(MachineError, match=f"cannot be kept or loaded.*{tmp_path}"):
-        library.load_library.__wrapped__()
-
-
-def test_processes_that_build_at_the_same_time_share_one_library(tmp_path: Path) -> None:
-    program = (
-        "from afmoe.moe.cpu_kernels.kernels import cpu_kernels; import torch; x = torch.ones(2, 2); "
-        "cpu_kernels().multiply(x, x[None], torch.tensor([[0, 0, 2]]), out_RN=x.clone())"
-    )
-    command = ["env", f"XDG_CACHE_HOME={tmp_path}", sys.executable, "-c", program]
-    processes = [subprocess.Popen(command) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    (built,) = (tmp_path / "afmoe").iterdir()
-    written = built.stat().st_mtime_ns
-    subprocess.run(command, check=True, timeout=60)
-    assert built.stat().st_mtime_ns == written

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from afmoe.errors import ConfigError, MachineError
-from afmoe.hardware import Hardware
+from afmoe.hardware import Hardware, c_compiler_remedy
 
 if TYPE_CHECKING:
     from afmoe.moe.cpu_kernels.kernels import CpuKernels
@@ -35,7 +35,7 @@ def why_not_compiled(choice: str, compiled: str | bool, hardware: Hardware) -> s
     if hardware.is_cuda:
         return f"{choice} with moe.compute.compiled=true is for a CPU; use moe.compute.compiled=auto"
     return (
-        f"{choice} with moe.compute.compiled=true needs a C compiler: install gcc, or set CC (Linux only); "
+        f"{choice} with moe.compute.compiled=true needs a C compiler: {c_compiler_remedy()}; "
         "or use moe.compute.compiled=auto"
     )
 
@@ -51,7 +51,7 @@ def cpu_kernels_for(choice: str, compiled: str | bool, hardware: Hardware) -> Cp
 
     try:
         if not hardware.has_c_compiler:
-            raise MachineError("no C compiler was found: install gcc, or set CC (Linux only)")
+            raise MachineError(f"no C compiler was found: {c_compiler_remedy()}")
         return cpu_kernels()
     except MachineError as reason:
         if compiled == "true":
