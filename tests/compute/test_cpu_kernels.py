@@ -88,6 +88,43 @@ def test_weight_gradients_equal_fp64_and_are_exactly_zero_without_rows(
         assert_near(out_LNK[e], grad_RN[start:end].double().t() @ x_RK[start:end].double())
 
 
+def test_weights_may_lie_in_any_way_and_a_sum_of_nothing_is_zero(kernels: CpuKernels) -> None:
+    experts_N3, x_RK = table([5, 0, 14]), torch.randn(19, 40)
+    w_LKN = torch.randn(3, 40, 70)
+    expected, out_RN = torch.empty(19, 70), torch.empty(19, 70)
+    kernels.multiply(x_RK, w_LKN, experts_N3, out_RN=expected)
+    wide = torch.randn(3, 80, 140)
+    wide[:, ::2, ::2] = w_LKN
+    kernels.multiply(x_RK, wide[:, ::2, ::2], experts_N3, out_RN=out_RN)
+    assert torch.equal(out_RN, expected)
+    # no column of x: a sum of nothing, added or in place of what was there
+    for accumulate in (True, False):
+        kernels.multiply(x_RK[:, :0], w_LKN[:, :0], experts_N3, out_RN=out_RN, accumulate=accumulate)
+        assert torch.equal(out_RN, expected if accumulate else torch.zeros(19, 70))
+
+
+def test_tensors_that_do_not_fit_are_refused_before_memory_is_touched(kernels: CpuKernels) -> None:
+    experts_N3, x_RK, w_LKN, out_RN = table([3]), torch.ones(3, 4), torch.ones(1, 4, 5), torch.ones(3, 5)
+    mistakes = [
+        (x_RK[:, :3], w_LKN, experts_N3, out_RN),
+        (x_RK, w_LKN, experts_N3, out_RN[:2]),
+        (x_RK, w_LKN, experts_N3, out_RN[:, :4]),
+        (x_RK, w_LKN, experts_N3.int(), out_RN),
+        (x_RK, w_LKN, experts_N3.expand(2, 3), out_RN),
+        (x_RK, w_LKN.double(), experts_N3, out_RN),
+        (x_RK.to("meta"), w_LKN, experts_N3, out_RN),
+        (x_RK, w_LKN, experts_N3, torch.ones(5, 3).t()),
+    ]
+    for x, w, experts, out in mistakes:
+        with pytest.raises(ValueError, match=r"do not fit|for fp32 on a CPU|must be adjacent"):
+            kernels.multiply(x, w, experts, out_RN=out)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.weight_gradient(out_RN[:2], x_RK, experts_N3, out_LNK=torch.ones(1, 5, 4))
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.weight_gradient(out_RN, x_RK, experts_N3, out_LNK=torch.ones(1, 4, 5))
+    assert (out_RN == 1).all()
+
+
 def test_the_number_of_threads_changes_no_bit(kernels: CpuKernels) -> None:
     experts_N3 = table([100, 3, 57])
     x_RK, w_LKN = torch.randn(160, 200), torch.randn(3, 200, 96)

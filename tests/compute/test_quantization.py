@@ -97,7 +97,7 @@ def test_emulated_columns_equal_the_contract_bit_for_bit(
 ) -> None:
     offsets_L = torch.tensor([0, 127, 128, 128, 257, 385, 1700], dtype=torch.int32)
     x_RK = spread(1710, size)
-    (run,) = Segments.of(offsets_L).runs(max_rows=2000)
+    (run,) = Segments.of(offsets_L, num_experts=7, num_rows=1710).runs(max_rows=2000)
     rounded, slots = rounder.columns(x_RK, run, scales, block_size)
     actual = torch.cat([rounded[start:end] for _, start, end in slots.experts])
     codes, scale = quantize_columns(x_RK, offsets_L, scales, block_size)
@@ -150,7 +150,8 @@ def test_no_code_is_lost_to_overflow_and_blocks_do_not_touch_each_other(scales: 
 
 @each_scale_format
 def test_a_broken_block_stays_visible(rounder: Rounder, scales: str) -> None:
-    (run,) = Segments.of(torch.tensor([2], dtype=torch.int32)).runs(max_rows=2)
+    offsets_L = torch.tensor([2], dtype=torch.int32)
+    (run,) = Segments.of(offsets_L, num_experts=1, num_rows=2).runs(max_rows=2)
     for value in (float("inf"), float("nan")):
         x_RK = torch.randn(2, 256)
         x_RK[0, 3] = value

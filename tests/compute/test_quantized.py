@@ -72,7 +72,8 @@ def contract(
 
     def per_expert(x_RK: Tensor, w_LNK: Tensor) -> Tensor:
         if x_RK.dtype == torch.float32:
-            (run,) = Segments.of(case.offsets_L).runs(max_rows=end)
+            segments = Segments.of(case.offsets_L, num_experts=len(w_LNK), num_rows=end)
+            (run,) = segments.runs(max_rows=end)
             out_RN = x_RK.new_empty(end, w_LNK.shape[1])
             products.multiply(x_RK, w_LNK.transpose(1, 2), run, out_RN=out_RN)
             return out_RN
@@ -240,6 +241,29 @@ def test_other_weights_are_never_taken_for_the_cached_ones(name: str) -> None:
         fresh = build_compute(name, case)
         assert torch.equal(y_RD, fresh(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, down_LDF))
         del down_LDF
+
+
+@each_format
+def test_copies_that_were_made_while_the_weights_changed_are_not_used_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case((40, 0, 24))
+    compute = build_compute(name, case)
+    mlp = type(compute.experts.mlp)
+    store = mlp.store
+
+    def store_and_change(self: Any, *inputs: Any) -> Any:
+        # as another thread would
+        stored = store(self, *inputs)
+        case.down_LDF.data.mul_(2.0)
+        compute.on_weights_updated()
+        return stored
+
+    before = forward(build_compute(name, case), case)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "store", store_and_change)
+        assert torch.equal(forward(compute, case), before)
+    assert torch.equal(forward(compute, case), 2.0 * before)
 
 
 @each_format

@@ -41,11 +41,11 @@ class Emulation(ExpertMlp):
         projections = (weights.gate_LFD, weights.up_LFD, weights.down_LDF)
         if offsets_L is None:
             return [self.rounding.weights(w_LNK, backward=True) for w_LNK in projections]
-        segments = Segments.of(offsets_L)
+        segments = Segments.of(offsets_L, num_experts=weights.num_experts, num_rows=int(offsets_L[-1]))
         return [self._store_busy(w_LNK, segments) for w_LNK in projections]
 
     def forward(self, given: Forward, stored: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        x_RD, segments = given.x_RD, Segments.of(given.offsets_L)
+        x_RD, segments = given.x_RD, _segments(given.offsets_L, given.weights, given.x_RD)
         gate, up, down = (weight.transpose(1, 2) for weight, _ in stored)
         gated_RF, raised_RF = self.saved_like(given)
         y_RD = _empty_rows(x_RD, segments)
@@ -62,7 +62,7 @@ class Emulation(ExpertMlp):
 
     def backward(self, given: Backward, stored: list[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
         grad_y_RD, (gated_RF, raised_RF) = given.grad_y_RD.contiguous(), given.saved
-        segments = Segments.of(given.offsets_L)
+        segments = _segments(given.offsets_L, given.weights, grad_y_RD)
         gate, up, down = (weight for _, weight in stored)
         needs_x, *needs_weights = given.needed[:4]
         grad_x_RD = _empty_rows(grad_y_RD, segments) if needs_x else None
@@ -124,6 +124,10 @@ class Emulation(ExpertMlp):
         rounded_LNK = w_LNK.new_empty(w_LNK.shape, dtype=torch.float32)
         rounded_LNK[busy], _ = self.rounding.weights(w_LNK[busy], backward=False)
         return rounded_LNK, rounded_LNK
+
+
+def _segments(offsets_L: Tensor, weights: ExpertWeights, rows_RD: Tensor) -> Segments:
+    return Segments.of(offsets_L, num_experts=weights.num_experts, num_rows=rows_RD.shape[0])
 
 
 def _empty_rows(like_RD: Tensor, segments: Segments) -> Tensor:

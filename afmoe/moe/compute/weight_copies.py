@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,8 +25,8 @@ class WeightCopies:
         self.drop()
 
     def drop(self) -> None:
-        self._keys: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self._made: Any = None
+        # one object, replaced as a whole: threads may share a layer
+        self._kept = _Kept([], None)
 
     def __reduce__(self) -> Any:
         # a copy or a pickle of a model belongs to other weights
@@ -34,13 +34,20 @@ class WeightCopies:
 
     def of(self, weights: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """For a forward, which makes and keeps what is missing."""
-        if not self._are_current(weights, _is_same):
-            self.drop()
-            self._made = make()
-            # tensors of inference mode have no version counter, so their copies are never used again
-            if not any(weight.is_inference() for weight in weights):
-                self._keys = [(weakref.ref(w), w.data_ptr(), w._version) for w in weights]
-        return self._made
+        kept = self._kept
+        if kept.are_of(weights, _is_same):
+            return kept.made
+        # before the new ones are made: no two have to fit in memory
+        del kept
+        self.drop()
+        before = self._kept
+        # tensors of inference mode have no version counter, so their copies are never used again
+        keys = [] if any(w.is_inference() for w in weights) else [_key(w) for w in weights]
+        kept = _Kept(keys, make())
+        # not if the weights were said to change meanwhile
+        if self._kept is before:
+            self._kept = kept
+        return kept.made
 
     def of_forward(self, weights: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """For a backward: those that its forward used, made again where another forward came between.
@@ -48,15 +55,30 @@ class WeightCopies:
         `weights` may be what autograd or checkpointing kept in the tensors' place: other objects, which see
         the same memory and share the version counter.
         """
-        return self._made if self._are_current(weights, _sees_same_memory) else make()
+        kept = self._kept
+        return kept.made if kept.are_of(weights, _sees_same_memory) else make()
 
-    def _are_current(self, weights: tuple[Tensor, ...], is_same: Callable[[Tensor, Tensor], bool]) -> bool:
-        return len(self._keys) == len(weights) and all(
+
+Key = tuple["weakref.ref[Tensor]", int, int]
+"""A weight, its address and version."""
+
+
+def _key(weight: Tensor) -> Key:
+    return weakref.ref(weight), weight.data_ptr(), weight._version
+
+
+class _Kept(NamedTuple):
+    keys: list[Key]
+    """Empty: the copies may serve nobody."""
+    made: Any
+
+    def are_of(self, weights: tuple[Tensor, ...], is_same: Callable[[Tensor, Tensor], bool]) -> bool:
+        return len(self.keys) == len(weights) and all(
             (known := reference()) is not None
             and is_same(weight, known)
             and weight.data_ptr() == address
             and weight._version == version
-            for weight, (reference, address, version) in zip(weights, self._keys, strict=True)
+            for weight, (reference, address, version) in zip(weights, self.keys, strict=True)
         )
 
 

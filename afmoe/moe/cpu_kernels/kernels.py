@@ -23,7 +23,7 @@ def cpu_kernels() -> CpuKernels:
 class CpuKernels:
     """fp32 tensors on the CPU, columns adjacent unless said otherwise; torch's number of threads.
 
-    `experts_N3` is an int64 table: expert, first row, row after the last.
+    `experts_N3` is an int64 table: expert, first row, row after the last. What it holds is not judged here.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -69,10 +69,13 @@ class CpuKernels:
         out_RN: Tensor,
         accumulate: bool = False,
     ) -> None:
-        """out[rows] = x[rows] @ w[e] for each expert, or out += that. w may be [L, N, K] turned around."""
+        """out[rows] = x[rows] @ w[e] for each expert, or out += that.
+
+        w may have any strides: fast are adjacent columns, and [L, N, K] turned around.
+        """
         depth, columns = w_LKN.shape[1:]
         expert, row, column = w_LKN.stride()
-        _check(x_RK.shape[1] == depth and out_RN.shape[1] == columns and 1 in (row, column), x_RK, out_RN)
+        _check(x_RK.shape[1] == depth and out_RN.shape == (x_RK.shape[0], columns), x_RK, out_RN)
         _check(w_LKN.dtype == torch.float32 and w_LKN.device.type == "cpu")
         self._multiply(
             *(x_RK.data_ptr(), x_RK.stride(0)),
@@ -85,6 +88,7 @@ class CpuKernels:
         """out[e] = grad[rows].T @ x[rows] for each expert; exactly zero for one without rows."""
         rows, columns = grad_RN.shape[1], x_RK.shape[1]
         _check(out_LNK.is_contiguous() and out_LNK.shape[1:] == (rows, columns), grad_RN, x_RK, out_LNK)
+        _check(grad_RN.shape[0] == x_RK.shape[0])
         self._weight_gradient(
             *(grad_RN.data_ptr(), grad_RN.stride(0)),
             *(x_RK.data_ptr(), x_RK.stride(0)),
@@ -117,15 +121,17 @@ class CpuKernels:
 
 
 def _table(experts_N3: Tensor) -> int:
-    assert experts_N3.dtype == torch.int64
-    assert experts_N3.is_contiguous()
+    is_table = experts_N3.dtype == torch.int64 and experts_N3.device.type == "cpu"
+    _check(is_table and experts_N3.is_contiguous())
     return experts_N3.data_ptr()
 
 
-def _check(condition: bool, *tensors: Tensor) -> None:
-    """What a kernel would read or write beyond a tensor is a mistake of the caller."""
-    assert condition
+def _check(is_right: bool, *tensors: Tensor) -> None:
+    """A mistake of the caller, which would read or write beyond a tensor: refused under `python -O` too."""
+    if not is_right:
+        raise ValueError("these tensors do not fit each other or the kernel")
     for tensor in tensors:
-        assert tensor.dtype == torch.float32
-        assert tensor.device.type == "cpu"
-        assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1 or tensor.numel() == 0
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise ValueError(f"the kernels are for fp32 on a CPU, got {tensor.dtype} on {tensor.device}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+            raise ValueError(f"columns must be adjacent, got strides {tensor.stride()}")

@@ -96,15 +96,15 @@ static inline void turn(float *out, const float *in, int64_t in_stride) {
     for (int i = 0; i < LANES; i++) *(loose_vec *)(out + i * NR) = rows[i];
 }
 
-/* panel[k][n] = right[k][n], whose rows are adjacent; zeros behind `columns`. */
+/* panel[k][n] = right[k][n], whose rows are best adjacent; zeros behind `columns`. */
 static void pack_columns(float *panel, matrix right, int64_t depth, int64_t columns) {
     for (int64_t n = 0; n < NR; n += LANES) {
-        int64_t turned = n + LANES <= columns ? depth / LANES * LANES : 0;
+        int64_t turned = right.row == 1 && n + LANES <= columns ? depth / LANES * LANES : 0;
         for (int64_t k = 0; k < turned; k += LANES)
             turn(panel + k * NR + n, right.values + k + n * right.column, right.column);
         for (int64_t k = turned; k < depth; k++)
             for (int64_t j = n; j < n + LANES; j++)
-                panel[k * NR + j] = j < columns ? right.values[k + j * right.column] : 0.0f;
+                panel[k * NR + j] = j < columns ? right.values[k * right.row + j * right.column] : 0.0f;
     }
 }
 
@@ -158,10 +158,12 @@ static void multiply_rows(int64_t rows, matrix left, const float *panel, int64_t
     }
 }
 
-/* out (+)= left @ right for at most NR columns of one expert. */
+/* out (+)= left @ right for at most NR columns of one expert; a sum of nothing is exactly zero. */
 static void multiply_block(matrix left, matrix right, int64_t rows, int64_t columns, int64_t depth, float *out,
                            int64_t out_stride, int accumulate) {
     float panel[KC * NR] __attribute__((aligned(64)));
+    if (depth == 0 && !accumulate)
+        for (int64_t i = 0; i < rows; i++) memset(out + i * out_stride, 0, columns * sizeof(float));
     for (int64_t r = 0; r < rows; r += MC)
         for (int64_t k = 0; k < depth; k += KC) {
             int64_t part_depth = least(KC, depth - k);
@@ -176,7 +178,7 @@ static void multiply_block(matrix left, matrix right, int64_t rows, int64_t colu
 }
 
 /* out[r] (+)= x[r] @ w[e] for the rows r of each expert e: x [R, depth], w [L, depth, columns], out [R, columns].
- * The columns of x and out are adjacent; of w either the columns (w_column = 1) or the rows (w_row = 1). */
+ * The columns of x and out are adjacent; w may lie in any way, best with its columns or its rows adjacent. */
 void afmoe_multiply(const float *x, int64_t x_row, const float *w, int64_t w_expert, int64_t w_row, int64_t w_column,
                     float *out, int64_t out_row, const int64_t *experts, int64_t num_experts, int64_t depth,
                     int64_t columns, int accumulate, int threads) {
@@ -202,8 +204,6 @@ void afmoe_weight_gradient(const float *grad, int64_t grad_row, const float *x, 
         int64_t first = task % blocks * NR, width = least(NR, columns - first), start = expert[1];
         float *place = out + expert[0] * rows * columns + first;
         matrix left = {grad + start * grad_row, 1, grad_row}, right = {x + start * x_row + first, x_row, 1};
-        if (start == expert[2])
-            for (int64_t i = 0; i < rows; i++) memset(place + i * columns, 0, width * sizeof(float));
         multiply_block(left, right, rows, width, expert[2] - start, place, columns, 0);
     }
 }

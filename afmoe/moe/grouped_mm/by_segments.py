@@ -16,7 +16,8 @@ def forward_by_segments(
     x_RD: Tensor, weights: ExpertWeights, offsets_L: Tensor, activation: Activation, products: RunProducts
 ) -> tuple[Tensor, list[Tensor]]:
     """y, and the products before the activation [R, F]: gate and up, or up alone."""
-    segments, x_RD = Segments.of(offsets_L), x_RD.contiguous()
+    segments = Segments.of(offsets_L, num_experts=weights.num_experts, num_rows=x_RD.shape[0])
+    x_RD = x_RD.contiguous()
     products_RF = [x_RD.new_empty(x_RD.shape[0], weights.up_LFD.shape[1]) for _ in weights.first]
     y_RD = torch.empty_like(x_RD)
     for run in segments.runs(products.chunk_elements // max(weights.up_LFD.shape[1:])):
@@ -42,7 +43,8 @@ def backward_by_segments(
     products: RunProducts,
 ) -> list[Tensor | None]:
     """Gradients of x and the six weights, where `needed`."""
-    segments, grad_y_RD = Segments.of(offsets_L), grad_y_RD.contiguous()
+    segments = Segments.of(offsets_L, num_experts=weights.num_experts, num_rows=grad_y_RD.shape[0])
+    grad_y_RD = grad_y_RD.contiguous()
     grad_x_RD, *grad_weights = (
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if tensor is not None and is_needed

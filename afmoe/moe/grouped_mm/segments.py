@@ -29,8 +29,8 @@ class ExpertRun:
 
     @cached_property
     def table_N3(self) -> Tensor:
-        """`experts` in int64."""
-        return torch.tensor(self.experts, dtype=torch.int64)
+        """`experts` in int64, on the CPU."""
+        return torch.tensor(self.experts, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,17 @@ class Segments:
     """Row at which the last expert ends and the padding begins."""
 
     @classmethod
-    def of(cls, offsets_L: Tensor) -> Segments:
+    def of(cls, offsets_L: Tensor, *, num_experts: int, num_rows: int) -> Segments:
+        """Raises `ValueError` for offsets that are not those of so many experts and rows.
+
+        Beyond a tensor's end torch would cut rows off, and compiled kernels would write.
+        """
         borders = [0, *offsets_L.tolist()]
+        if len(borders) != num_experts + 1 or borders[-1] > num_rows or borders != sorted(borders):
+            raise ValueError(
+                f"the offsets must ascend from 0 to at most {num_rows} rows, one for each of {num_experts} "
+                f"experts, got {borders[1:]}"
+            )
         experts = [(e, start, end) for e, (start, end) in enumerate(itertools.pairwise(borders))]
         return cls(experts, borders[-1])
 

@@ -29,6 +29,11 @@ class ExpertWeights(NamedTuple):
         up = (self.up_LFD, self.up_bias_LF)
         return [up] if self.gate_LFD is None else [(self.gate_LFD, self.gate_bias_LF), up]
 
+    @property
+    def num_experts(self) -> int:
+        """That every tensor has."""
+        return min(tensor.shape[0] for tensor in self if tensor is not None)
+
     def to(self, dtype: torch.dtype) -> ExpertWeights:
         return self._make(None if weight is None else weight.to(dtype) for weight in self)
 
