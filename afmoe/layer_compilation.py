@@ -1,8 +1,9 @@
 """`torch.compile` of each decoder layer, in training.
 
-Layers of one kind (dense or with experts, sliding or full) share their graphs, so a model compiles at most
-four. They are made in the first step: nothing in them depends on how many tokens an expert gets. Names in the
-state dict stay. Without gradients, in validation and generation, whose shapes change, layers run as they are.
+Layers of one kind (dense or with experts, sliding or full, trained or frozen) share their graphs, so a model
+compiles about four in the first step, and as many again once batches change their shape; nothing in them
+depends on how many tokens an expert gets. Names in the state dict stay. Without gradients, in validation and
+generation, whose shapes change, layers run as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from torch import nn
 
 from afmoe.decoder_layer import DecoderLayer
 from afmoe.moe.statistics import CountedModule, RoutingStatistics, counted_modules
+
+_MOST_GRAPHS = 64
+"""Of the layers' forward. A layer has two, for the first shape and for any other, times four kinds of layer,
+times what of it is frozen. torch stops at 8, and a graph that may not break then ends the run.
+"""
 
 
 def compile_each(layers: Iterable[DecoderLayer], backend: str = "inductor") -> None:
@@ -39,7 +45,7 @@ def running_compiled(layers: nn.Module, *, is_training: bool) -> Iterator[None]:
         if module.is_counting:
             # what is made in the first step would be a second graph
             module.statistics_on(next(module.parameters()).device)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
         # the compiler looks at every attribute of its inputs; hidden states have no gradient of their own
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from afmoe.config import MemoryConfig
+from afmoe.config import AfmoeConfig, MemoryConfig
 from afmoe.decoder_layer import DecoderLayer
-from afmoe.errors import MachineError
+from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware
 from afmoe.layer_compilation import compile_each
 from afmoe.model import AfmoeForCausalLM, iter_moe_blocks
+from afmoe.moe.activations import activation_named
+from afmoe.moe.compute import ExpertCompute
 
 
 def check_memory_settings(memory: MemoryConfig, hardware: Hardware) -> None:
@@ -20,6 +22,19 @@ def check_memory_settings(memory: MemoryConfig, hardware: Hardware) -> None:
             f"memory.compile_layers=true needs {' and '.join(missing)}, which this machine lacks; install "
             f"{'them' if len(missing) > 1 else 'that'} (CXX names the compiler), or leave "
             "memory.compile_layers=false"
+        )
+
+
+def check_compiled_experts(memory: MemoryConfig, model: AfmoeConfig, compute: type[ExpertCompute]) -> None:
+    """Raises `ConfigError` for experts that cannot stand in a graph, which the first step would find."""
+    has_experts = model.num_dense_layers < model.num_hidden_layers
+    if not (memory.compile_layers and has_experts) or compute.leaves_graph:
+        return
+    if not activation_named(model.hidden_act).has_derivative:
+        raise ConfigError(
+            f"memory.compile_layers=true cannot compile experts with hidden_act={model.hidden_act}, whose "
+            "derivative autograd takes inside an operator; use memory.compile_layers=false or "
+            "moe/compute=reference"
         )
 
 

@@ -12,7 +12,7 @@ from afmoe.config import AfmoeConfig, RunConfig
 from afmoe.data.datamodule import AfmoeDataModule
 from afmoe.errors import ConfigError, MachineError, closest
 from afmoe.hardware import Hardware
-from afmoe.memory import check_memory_settings
+from afmoe.memory import check_compiled_experts, check_memory_settings
 from afmoe.model_plugins import check_plugins
 from afmoe.module import VALIDATION_FIGURES
 from afmoe.optim.groups import check_patterns
@@ -20,7 +20,7 @@ from afmoe.optim.schedules import refuse_without_length
 from afmoe.parallel.deepspeed import check_strategy
 from afmoe.planning import Setup, least_bytes
 from afmoe.plugins import PLUGINS
-from afmoe.registry import build, configure
+from afmoe.registry import build, configure, plugin_of
 from callbacks.early_stopping import EarlyStopping
 from callbacks.freeze_router import FreezeRouter
 
@@ -49,6 +49,8 @@ def check_model(config: RunConfig, source: ModelSource, hardware: Hardware) -> N
     and patterns of `optim.freeze` and `optim.rates` that do nothing to it.
     """
     check_plugins(source.config, config.attention, config.moe.compute, hardware, is_training=True)
+    compute = plugin_of(configure("moe/compute", config.moe.compute))
+    check_compiled_experts(config.memory, source.config, compute)
     _check_export(config, source)
     options = configure("optim", config.optim)
     if options.freeze or options.rates:

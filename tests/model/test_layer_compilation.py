@@ -11,13 +11,14 @@ from parity import TOLERANCE, deviation, gradient_deviation, gradients, our_mode
 from torch import Tensor
 
 from afmoe import AfmoeForCausalLM, iter_moe_blocks
-from afmoe.config import MemoryConfig
+from afmoe.config import AfmoeConfig, MemoryConfig
 from afmoe.decoder_layer import DecoderLayer
-from afmoe.errors import MachineError
+from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware, has_cxx_compiler
 from afmoe.layer_compilation import compile_each
-from afmoe.memory import check_memory_settings, use_memory_settings
+from afmoe.memory import check_compiled_experts, check_memory_settings, use_memory_settings
 from afmoe.moe.statistics import count_routing
+from afmoe.registry import find
 
 FIELDS: dict[str, Any] = {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}
 """Dense and sliding, with experts and sliding (twice), with experts and full."""
@@ -85,6 +86,46 @@ def test_a_graph_for_each_kind_of_layer_serves_every_routing(compute: str, mode:
     with torch.compiler.set_stance("fail_on_recompile"):
         same(1)
         same(2)
+
+
+@pytest.mark.slow
+def test_more_kinds_of_layers_and_shapes_than_torch_takes_do_not_end_the_run():
+    # trained and frozen layers of two kinds, then with another number of tokens: 5 graphs, then 10
+    model = our_model(**FIELDS)
+    model.model.layers[1].requires_grad_(False)
+    for weight in model.model.layers[3].parameters():
+        weight.requires_grad_(weight.ndim == 1)
+    twin = compiled_by("eager", model, "none")
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layers: Any = twin.model.layers
+    backend: Any = count
+    compile_each(layers, backend)
+    for length in (24, 40):
+        ids = random_ids(2, length)
+        for of_batch in (ids, ids[:1], torch.cat([ids] * 2)):
+            loss, expected = (each(of_batch, labels=of_batch).loss for each in (twin, model))
+            loss.backward()
+            assert deviation(loss, expected) <= TOLERANCE
+    assert len(graphs) > 8
+
+
+@pytest.mark.parametrize("compute", ["native", "bf16", "fp8", "mxfp8", "deepgemm_fp8", "reference"])
+def test_experts_that_no_graph_can_hold_are_refused_before_anything_is_built(compute: str):
+    memory, mish = MemoryConfig(compile_layers=True), AfmoeConfig(hidden_act="mish")
+    plugin: Any = find("moe/compute", compute)
+    check_compiled_experts(MemoryConfig(), mish, plugin)
+    for activation in ("silu", "clamped_swiglu:7"):
+        check_compiled_experts(memory, AfmoeConfig(hidden_act=activation), plugin)
+    if plugin.leaves_graph:
+        check_compiled_experts(memory, mish, plugin)
+        return
+    with pytest.raises(ConfigError, match=r"memory.compile_layers=true cannot compile .* hidden_act=mish"):
+        check_compiled_experts(memory, mish, plugin)
 
 
 def test_without_gradients_layers_run_as_they_are():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from afmoe.hardware import has_cxx_compiler
 from tests.recipe.conftest import TINY, Result
 from tests.recipe.test_mistakes import one_error_line
 
@@ -20,6 +21,14 @@ def test_choices_that_cannot_run_here_are_one_line_with_every_reason(
         assert part in line
     assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.skipif(not has_cxx_compiler(), reason="without a C++ compiler no layer is compiled")
+def test_experts_that_cannot_be_compiled_are_refused_at_the_start(sft: Callable[..., Result]) -> None:
+    choices = ("memory.compile_layers=true", "model.hidden_act=mish", "dry_run=true")
+    line = one_error_line(sft(*TINY, *choices))
+    assert "memory.compile_layers=true cannot compile experts with hidden_act=mish" in line
+    assert sft(*TINY, *choices, "moe/compute=reference").code == 0
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "deepep"])
