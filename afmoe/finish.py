@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -76,7 +77,10 @@ def record_start(config: RunConfig, run: Run, data: AfmoeDataModule) -> None:
 
 @contextmanager
 def stopped_early(run: Run, trainer: pl.Trainer) -> Iterator[None]:
-    """Leave a `metrics.json` that says so when the run ends with an error or a signal."""
+    """Leave a `metrics.json` that says so when the run ends with an error or a signal.
+
+    However it ends, the ranks that this process started end before it.
+    """
     try:
         yield
     except BaseException as error:
@@ -101,18 +105,37 @@ def stopped_early(run: Run, trainer: pl.Trainer) -> Iterator[None]:
         with suppress(OSError):
             _close_logger(trainer, "failed")
         raise
+    finally:
+        _await_started_ranks(trainer)
+
+
+def _await_started_ranks(trainer: pl.Trainer) -> None:
+    """Let the ranks that Lightning started end first: whoever waits for this process may start the run again,
+    or take the devices.
+    """
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    for process in _taken_from_lightning(trainer):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _taken_from_lightning(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:
+    """The ranks that Lightning started from this process, none if they were taken before. It no longer
+    watches them: as soon as one ends with an error it would kill this process too.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return []
+    started = list(launcher.procs)
+    launcher.procs.clear()
+    return started
 
 
 def _end_started_ranks(trainer: pl.Trainer, error: BaseException) -> None:
     """Kill the ranks that Lightning started from this process, before this one leaves them: each would find
     the connection closed, with a trace, or wait for its time limit.
     """
-    launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _SubprocessScriptLauncher):
-        return
-    started = list(launcher.procs)
-    # Lightning watches them by this list, and would kill this process too
-    launcher.procs.clear()
+    started = _taken_from_lightning(trainer)
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     # one of them ended by itself, and has yet to say why
     while is_peer_lost(error) and time.monotonic() < deadline:

@@ -9,10 +9,14 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from afmoe.checkpoint.directory import checkpoints_directory, damage
 from afmoe.endings import Diverged, EndedByAnother, NotSaved, for_rank, is_agreed, is_peer_lost
+from afmoe.finish import stopped_early
+from afmoe.run import Run
 from afmoe.signals import Interrupted
 from tests.recipe.conftest import RECIPE, TINY, Result
 from tests.recipe.test_runs import metrics
@@ -138,6 +142,18 @@ def test_what_ends_a_run_is_said_once(start: Start, moment: str, code: int, line
     assert said.count(line) == 1, said
     signals = [one for one in said.splitlines() if one.startswith(("SIG", "error:"))]
     assert len(signals) == 1, said
+
+
+def test_the_ranks_that_a_process_started_end_before_it(tmp_path: Path) -> None:
+    two_ranks = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False
+    )
+    launcher = two_ranks.strategy.launcher
+    assert isinstance(launcher, _SubprocessScriptLauncher)
+    with stopped_early(Run(tmp_path, None, 0, False), two_ranks):
+        slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+        launcher.procs.append(slow)
+    assert slow.returncode == 0
 
 
 def test_ranks_that_agreed_end_with_one_code_and_one_error() -> None:
