@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -214,6 +215,21 @@ def test_weights_are_quantized_once_a_step_and_the_step_is_seen(
             assert all(map(torch.equal, gradients[:3], gradients[3:]))
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_backward_of_a_graph_may_outlive_the_layer(name: str):
+    case = make_case((40, 0, 24))
+    case.x_RD.requires_grad_()
+    operands = (case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
+    expected = outputs_and_gradients(build_compute(name, case), case)["x_RD"]
+    y_RD = in_a_graph(build_compute(name, case))(*operands)
+    # it holds the plugin
+    torch.compiler.reset()
+    gc.collect()
+    y_RD.backward(case.grad_y_RD)
+    assert case.x_RD.grad is not None
+    assert torch.equal(case.x_RD.grad, expected)
 
 
 def test_an_activation_without_a_derivative_is_refused_in_a_graph():

@@ -88,7 +88,7 @@ class ExpertNode:
         self.weight_copies = WeightCopies()
         _mlp_of_form.setdefault(self.form, mlp)
         number = next(_numbers)
-        _nodes[number] = self
+        _nodes[number], _mlps[number] = self, mlp
         # An operator takes no Python object. A number would be a constant of the graph, and each layer
         # another graph; a tensor is one more input. On the CPU, because reading it there waits for nothing.
         with torch.inference_mode(False):
@@ -144,6 +144,7 @@ class ExpertNode:
 
 
 _nodes: weakref.WeakValueDictionary[int, ExpertNode] = weakref.WeakValueDictionary()
+_mlps: dict[int, ExpertMlp] = {}
 _numbers = itertools.count()
 _mlp_of_form: dict[str, ExpertMlp] = {}
 """For tensors without values, whose key cannot be read."""
@@ -153,6 +154,12 @@ _NUM_DIFFERENTIABLE = 1 + len(ExpertWeights._fields)
 _NO_GRADIENTS = (None,) * 5
 # x, the source's two tensors, offsets, weights
 _NUM_KEPT = 4 + len(ExpertWeights._fields)
+
+
+def _node_of(key: Tensor) -> ExpertNode:
+    number = int(key)
+    # the backward of a graph may outlive the layer, with which only copies of its weights are lost
+    return _nodes.get(number) or ExpertNode(_mlps[number])
 
 
 def _there(weights: ExpertWeights) -> tuple[Tensor, ...]:
@@ -221,7 +228,7 @@ def _expert_mlp(
     """y, then what is saved for backward."""
     weights = (gate_LFD, up_LFD, down_LDF, gate_bias_LF, up_bias_LF, down_bias_LD)
     given = _given((x_RD, *weights, offsets_L, tokens_TD, token_of_row_R), trains_first)
-    y_RD, saved = _nodes[int(key)].forward(given, is_training)
+    y_RD, saved = _node_of(key).forward(given, is_training)
     return [y_RD, *saved]
 
 
@@ -241,7 +248,7 @@ def _expert_mlp_backward(
     key: Tensor,
 ) -> list[Tensor]:
     """Those gradients that are needed, in order."""
-    grads = _nodes[int(key)].backward(_asked(grad_y_RD, kept, saved, needed))
+    grads = _node_of(key).backward(_asked(grad_y_RD, kept, saved, needed))
     return [grad for grad in grads if grad is not None]
 
 
