@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 _NOISE = ("Tip: For seamless cloud", "GPU available:", "TPU available:", "HPU available:", "💡")
+
+
+ONCE_A_MACHINE = "once_a_machine"
+"""Extra of a record that all processes of a machine log alike: each into its file, one on the console."""
 
 
 def quiet_libraries() -> None:
@@ -31,4 +36,11 @@ def quiet_libraries() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
+    if getattr(record, ONCE_A_MACHINE, False) and _number_on_this_machine() > 0:
+        return False
     return not any(part in record.getMessage() for part in _NOISE)
+
+
+def _number_on_this_machine() -> int:
+    """Of this process, from the variables of Lightning, torchrun or Slurm; 0 alone."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)

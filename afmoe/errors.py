@@ -143,6 +143,9 @@ def explain_hydra(error: Exception, config_name: str) -> str:
     value = re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text)
     if value:
         return f"{key[1] if key else 'a field'} takes {_kind(value[2])}, got {value[1]}"
+    if key and key[1].startswith("hydra.runtime.choices."):
+        group = key[1].removeprefix("hydra.runtime.choices.")
+        return f"{group} needs one option; choose one of: {', '.join(group_options(group))}"
     if key:
         return f"{key[1]}: {text.splitlines()[0]}"
     return text.split("\nSee https", 1)[0]
@@ -165,12 +168,14 @@ def _unknown_key(key: str, config_name: str) -> str:
         return f"unknown group {key}; the groups are: {closest(key, config_groups())}"
     config = compose_defaults(config_name, sys.argv[1:])
     section, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, section) if section else config
+    node = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
     while section and not isinstance(node, DictConfig):
         section, _, name = section.rpartition(".")
-        node = OmegaConf.select(config, section) if section else config
+        node = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
     where = f" in {section}" if section else ""
     group = section.replace(".", "/")
+    if isinstance(node, DictConfig) and name in list(node):
+        return f"unknown key {key}: {f'{section}.{name}'.lstrip('.')} is a value and has no fields"
     owners = [option for option in group_options(group) if has_key(group, option, name)]
     if owners:
         choice = " or ".join(f"{group}={option}" for option in owners)

@@ -3,7 +3,8 @@
     python scripts/doctor.py
     python scripts/doctor.py --accelerator cpu --json
 
-Nothing is trained, fetched or changed, and the report names no folder and no host.
+Nothing is trained, fetched or changed (kernels for this CPU are built if no run has yet), and the report
+names no folder and no host.
 """
 
 from __future__ import annotations
@@ -121,10 +122,22 @@ def machine() -> dict[str, Any]:
         "memory_available_gib": available_memory_gib(),
         "has_cxx_compiler": cpu.has_cxx_compiler,
         "has_c_compiler": cpu.has_c_compiler,
+        "has_cpu_kernels": has_cpu_kernels(),
         "cuda": torch.version.cuda,
         "gpus": gpus(),
         "is_offline": os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"),
     }
+
+
+def has_cpu_kernels() -> bool:
+    from afmoe.errors import MachineError
+    from afmoe.moe.cpu_kernels.library import load_library
+
+    try:
+        load_library()
+    except MachineError:
+        return False
+    return True
 
 
 def available_memory_gib() -> float | None:
@@ -206,7 +219,7 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
         f"{machine['torch_threads']} torch threads",
         "memory": memory,
         "gpu": "; ".join(machine["gpus"]) or f"none (torch's CUDA: {machine['cuda'] or 'none'})",
-        "C compiler": "yes" if machine["has_c_compiler"] else "no (experts on a CPU are multiplied by torch)",
+        "C compiler": _c_compiler(machine),
         "C++ compiler": "yes" if machine["has_cxx_compiler"] else "no (the default path needs none)",
         "hub": "offline (HF_HUB_OFFLINE)" if machine["is_offline"] else "online, as far as settings say",
         "set": ", ".join(settings) or "nothing",
@@ -228,6 +241,15 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
 def cell(text: str) -> str:
     """One line, without the border of a table's cell."""
     return " ".join(text.replace("|", "/").split())
+
+
+def _c_compiler(machine: dict[str, Any]) -> str:
+    if machine["has_cpu_kernels"]:
+        return "yes"
+    found = (
+        "yes, but what it builds cannot be kept or run; a run says why" if machine["has_c_compiler"] else "no"
+    )
+    return f"{found} (experts on a CPU are multiplied by torch)"
 
 
 if __name__ == "__main__":

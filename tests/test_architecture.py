@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     [
         "afmoe",
+        "afmoe.console",
         "afmoe.errors",
         "afmoe.config",
         "afmoe.registry",
@@ -72,7 +73,7 @@ LAYERS = [
     ["afmoe.module"],
     ["afmoe.fault_record"],
     ["callbacks"],
-    ["afmoe.assembly", "afmoe.console", "afmoe.finish", "afmoe.replay", "afmoe.screens"],
+    ["afmoe.assembly", "afmoe.finish", "afmoe.replay", "afmoe.screens"],
     ["recipes", "scripts"],
 ]
 # `from_pretrained` and `save_pretrained` are methods of the model that people look for there; the work is

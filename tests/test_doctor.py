@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from afmoe.errors import MachineError
 from afmoe.hardware import Hardware
+from afmoe.moe.cpu_kernels import library
 from afmoe.plugins import PLUGINS
 from tests.programs import load_program
 
@@ -88,6 +90,15 @@ def test_a_choice_that_another_machine_cannot_run_is_explained(doctor: Any) -> N
     for name in ("native", "bf16", "fp8", "mxfp8"):
         assert "sm_70" in doctor.judge("moe/compute", name, old)["reason"]
     assert doctor.judge("moe/compute", "reference", old)["runs"]
+
+
+def test_a_compiler_that_builds_nothing_that_runs_is_told(
+    doctor: Any, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_load_once", lambda: MachineError("it says no"))
+    machine = report["machine"] | {"has_c_compiler": True, "has_cpu_kernels": doctor.has_cpu_kernels()}
+    (line,) = [line for line in doctor.as_markdown(report | {"machine": machine}) if "| C compiler" in line]
+    assert "cannot be kept or run" in line
 
 
 def test_a_plugin_that_cannot_be_imported_is_explained(

@@ -44,6 +44,10 @@ WITHOUT_TORCH: dict[str, tuple[str, ...]] = {
     "data=jsonl": ("data.train_files is not given",),
     "data=jsonl data.train_files=[missing.jsonl]": ("no file missing.jsonl",),
     "hydra.run.dir=file.txt/run": ("file.txt/run", "choose another folder"),
+    "moe.compute.compiled.x=1": ("moe.compute.compiled is a value and has no fields",),
+    "run_name.x=1": ("run_name is a value and has no fields",),
+    "moe/compute=[fp8,native]": ("moe/compute needs one option", "fp8, mxfp8, native"),
+    "~moe/compute": ("moe/compute needs one option",),
     "resume=nowhere": ("resume=nowhere", "no such directory"),
 }
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -193,6 +194,17 @@ def test_another_configuration_may_not_continue_a_run(sft: Run, tmp_path: Path) 
     assert metrics(tmp_path / "outputs" / "a.1")["status"] == "finished"
     stored = yaml.safe_load((tmp_path / "outputs" / "a" / "config.yaml").read_text())
     assert stored["optim"]["lr"] == 1e-4
+
+
+def test_a_run_continues_without_the_compiler_that_it_began_with(
+    sft: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sft(*TINY, "run_name=a").code == 0
+    monkeypatch.setenv("CC", "/no/compiler")
+    for compiled, steps in (("auto", 5), ("false", 6)):
+        again = sft(*TINY, "run_name=a", f"moe.compute.compiled={compiled}", f"trainer.max_steps={steps}")
+        assert f"finished at step {steps}" in again.out + again.err
+        assert ("CC=/no/compiler is no program" in again.out + again.err) == (compiled == "auto")
 
 
 def test_a_run_starts_from_another_runs_checkpoint(sft: Run, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from afmoe.console import ONCE_A_MACHINE
 from afmoe.errors import ConfigError, MachineError
 from afmoe.hardware import Hardware, c_compiler_remedy
 
@@ -65,4 +66,4 @@ def cpu_kernels_for(choice: str, compiled: str | bool, hardware: Hardware) -> Cp
 
 @cache
 def say_once(message: str) -> None:
-    log.warning(message)
+    log.warning(message, extra={ONCE_A_MACHINE: True})

@@ -34,8 +34,10 @@ class NativeCompute(ExpertCompute):
         hardware = hardware or detect_hardware()
         kernels = cpu_kernels_for("moe/compute=native", config.compiled, hardware)
         self.experts = GroupedExperts(activation_named(shape.activation), kernels)
-        way = "torch's grouped products" if kernels is None else "grouped products compiled for this CPU"
-        self.description = f"native ({way}, in the model's dtype)"
+        way = "torch's grouped products, in the model's dtype"
+        if kernels is not None:
+            way = "products compiled for this CPU in fp32, torch's in other dtypes"
+        self.description = f"native ({way})"
 
     @classmethod
     def why_not(cls, config: Config, *, hardware: Hardware, shape: ExpertShape) -> str | None:
