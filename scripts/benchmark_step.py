@@ -104,14 +104,16 @@ class BareLoop:
         self.model, self.data = model, data
         self.optimizer = optim.optimizer(model)
         self.clip = math.inf if optim.config.gradient_clip is None else optim.config.gradient_clip
-        self.batches: Any = None
+        self.batches: Any = iter(())
 
     def step(self) -> None:
         import torch
 
-        # the data module has its trainer by now, so the plan is the one that the trainer follows
-        self.batches = iter(self.data.train_dataloader()) if self.batches is None else self.batches
-        batch = next(self.batches)
+        batch = next(self.batches, None)
+        if batch is None:
+            # the data module has its trainer by now, so it is the epoch that the trainer is in
+            self.batches = iter(self.data.train_dataloader())
+            batch = next(self.batches)
         output = self.model(
             batch["input_ids"],
             batch["position_ids"],
