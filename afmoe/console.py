@@ -21,6 +21,9 @@ def quiet_libraries() -> None:
         logger.propagate = True
     for handler in logging.getLogger().handlers:
         handler.addFilter(_is_news)
+        # a run's log file is each process's own
+        if not isinstance(handler, logging.FileHandler):
+            handler.addFilter(_is_said_here)
     # Lightning 2.6.6 against torch 2.13; without effect here
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # the pack loader makes whole batches by itself; num_workers is data.num_workers
@@ -36,9 +39,11 @@ def quiet_libraries() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    if getattr(record, ONCE_A_MACHINE, False) and _number_on_this_machine() > 0:
-        return False
     return not any(part in record.getMessage() for part in _NOISE)
+
+
+def _is_said_here(record: logging.LogRecord) -> bool:
+    return not getattr(record, ONCE_A_MACHINE, False) or _number_on_this_machine() == 0
 
 
 def _number_on_this_machine() -> int:
