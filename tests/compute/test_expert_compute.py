@@ -11,7 +11,7 @@ from expert_cases import COUNTS, Case, build_compute, deviation, make_case, outp
 
 from afmoe.moe.activations import activation_named
 from afmoe.moe.compute.grouped import GroupedExperts
-from afmoe.moe.grouped_mm import ExpertWeights
+from afmoe.moe.grouped_mm import ExpertWeights, RowSource
 
 # measured over sizes (64, 48), (30, 33), (256, 128), (200, 136) and COUNTS; the bound is three times that:
 # fp64 5.7e-16, fp32 4.6e-7, bf16 7.0e-3 (inputs rounded to bf16 as well)
@@ -123,6 +123,18 @@ def test_the_gradient_of_one_operand_alone_equals_the_one_among_all(
     y_RD = compute(case.x_RD, case.offsets_L, case.gate_LFD, case.up_LFD, case.down_LDF)
     (actual,) = torch.autograd.grad(y_RD, [getattr(case, trained)], case.grad_y_RD)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["native", "native by torch", "fp8", "mxfp8 by torch"])
+def test_rows_gathered_again_in_backward_are_those_of_each_run_of_experts(name: str) -> None:
+    # more rows than are computed together: the later runs gather from the middle of the rows
+    case = make_case((900, 0, 1300, 1200), num_padding_rows=3, hidden_size=256, intermediate_size=32)
+    source = RowSource(torch.randn(600, 256), torch.randint(600, case.x_RD.shape[:1]))
+    case.x_RD = source.rows()
+    compute = build_compute(name, case)
+    expected = outputs_and_gradients(compute, case)
+    actual = outputs_and_gradients(lambda *operands: compute(*operands, source=source), case)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["native", "native by torch", "fp8", "mxfp8 by torch"])
