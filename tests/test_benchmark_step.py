@@ -32,6 +32,7 @@ def figures(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_it_times_both_in_turn():
     own = ("trainer.max_steps", "trainer.log_every", "data.num_train_rows")
     small = [text for text in TINY if not text.startswith(own)]

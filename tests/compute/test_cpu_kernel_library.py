@@ -131,6 +131,7 @@ def test_a_damaged_library_is_built_anew_and_what_killed_builds_left_is_removed(
     assert library._is_whole(built)
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_the_same_time_share_one_library(tmp_path: Path) -> None:
     program = (
         "from afmoe.moe.cpu_kernels.kernels import cpu_kernels; import torch; x = torch.ones(2, 2); "

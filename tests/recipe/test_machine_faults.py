@@ -48,6 +48,7 @@ def run_limited(folder: Path, limit: str, *overrides: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_and_the_checkpoint_before_stays(sft: Run, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "a"
     assert sft(*TINY, "run_name=a", "trainer.max_steps=2", "export.enabled=false").code == 0
@@ -76,6 +77,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "could not be written: File too large" in stopped.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_line_with_figures_and_settings(tmp_path: Path) -> None:
     # what the process has mapped by then, and little more; one step needs gigabytes
     limit = (
