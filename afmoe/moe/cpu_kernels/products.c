@@ -24,8 +24,8 @@
 #define MR 6
 #endif
 #define NR (2 * LANES)
-/* Depth of a panel: it fills half of a first-level cache, and a sum has parts of 128 products, which halves the
- * rounding error of one that runs through. */
+/* Depth of a panel: it fills half of a first-level cache, and a sum has parts of 128 products, which rounds less than
+ * one that runs through (depth 256, against fp64: 2.1e-7 and 2.9e-7). */
 #define KC 128
 /* Left rows that a task multiplies with one panel, a multiple of MR. */
 #define MC 480
